@@ -18,8 +18,8 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,6 +32,12 @@ _ULPS = 256
 #: With so many sets of numbers a call is tried, which are so small from the second on.
 _TRIALS = 3
 _SMALL = 0.3
+#: A call with more numbers is tried with a short sequence, if that says the same.
+LONG = 2**24
+_SHORT_BLOCK = 8
+#: Numbers are kept of calls with fewer in all, and are not in double precision of those with more.
+_SMALL_SIZE = 2**22
+_LARGE = 2**30
 #: So many ways to cut the tensors of one call are tried at most.
 _MOST_WAYS = 256
 
@@ -119,60 +125,46 @@ class Trial:
         self._given = given
         self._num_ranks = num_ranks
         self._backward = backward
+        self._cases: dict[int, _Case] = {}
         self._outers = sorted(
             {each.outer for form in given for each in form.layouts if each is not None}
         )
 
     def proof(self) -> Proof | None:
         """Returns how it computes; None if no way was found in which pieces are right."""
-        ways = itertools.product(*(each.layouts for each in self._given))
         with _undisturbed(self._given):
-            for double in (True, False):
-                drawn = [self._drawn(double, number) for number in range(_TRIALS)]
-                wholes = [self._made(self._whole, each) for each in drawn]
-                if not any(each is not None and _says_something(each) for each in wholes):
-                    continue
+            for double in (True, False) if self._size < _LARGE else (False,):
+                ways = itertools.product(*(each.layouts for each in self._given))
                 for layouts in itertools.islice(ways, _MOST_WAYS):
-                    results = self._results(layouts, drawn, wholes)
+                    results = self._results(layouts, double)
                     if results is not None:
                         return Proof(layouts, results)
-                return None
+                self._cases.clear()
         return None
+
+    @property
+    def _size(self) -> int:
+        return sum(each.shape.numel() for each in self._given)
 
     # ------------------------------------------------------------------ numbers
 
-    def _drawn(self, double: bool, number: int) -> list[torch.Tensor]:
-        draws = torch.Generator().manual_seed(number)
-        found: dict[int, torch.Tensor] = {}
-        return [
-            found.setdefault(id(each.like), self._tensor(each, double, number, draws))
-            for each in self._given
-        ]
+    def _case(self, double: bool, number: int) -> _Case:
+        """Returns numbers, and what the call gives for them; what is small is kept."""
+        if number in self._cases:
+            return self._cases[number]
+        tensors = self._drawn(double, number)
+        case = _Case(tensors, self._made(self._whole, tensors))
+        if self._size < _SMALL_SIZE:
+            self._cases[number] = case
+        return case
 
-    def _tensor(
-        self, given: Given, double: bool, number: int, draws: torch.Generator
-    ) -> torch.Tensor:
-        like, shape = given.like, given.shape
-        if _is_inexact(like):
-            wide = torch.complex128 if like.is_complex() else torch.float64
-            if number == 0:
-                values = torch.rand(shape, generator=draws, dtype=torch.float64) + 0.5
-            else:
-                values = torch.randn(shape, generator=draws, dtype=torch.float64) * _SMALL
-            return values.to(device=like.device, dtype=wide if double else like.dtype)
-        known = like.detach().reshape(-1).to("cpu")
-        if not known.numel():
-            return like.new_empty(shape)
-        if like.dtype == torch.bool:
-            known = torch.tensor([False, True])
-        if number == 0:
-            chosen = torch.randint(known.numel(), (shape.numel(),), generator=draws)
-            return known[chosen].view(shape).to(like.device)
-        common, single = (known.amin(), known.amax())[:: 1 if number == 1 else -1]
-        values = common.expand(shape.numel()).clone()
-        if len(values):
-            values[-1] = single
-        return values.view(shape).to(like.device)
+    def _drawn(self, double: bool, number: int) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for place, each in enumerate(self._given):
+            if id(each.like) not in found:
+                draws = torch.Generator(each.like.device).manual_seed(1000 * number + place)
+                found[id(each.like)] = _tensor(each, double, number, draws)
+        return [found[id(each.like)] for each in self._given]
 
     # ------------------------------------------------------------------ results
 
@@ -193,23 +185,52 @@ class Trial:
             return None
 
     def _results(
-        self,
-        layouts: tuple[Layout | None, ...],
-        drawn: Sequence[Sequence[torch.Tensor]],
-        wholes: Sequence[list[torch.Tensor] | None],
+        self, layouts: tuple[Layout | None, ...], double: bool
     ) -> tuple[Result, ...] | None:
-        found: tuple[Result, ...] | None = None
-        for tensors, whole in zip(drawn, wholes, strict=True):
-            if whole is None:
+        """Returns what the results are, the same with all numbers; None if they are not right."""
+        fitting: list[list[Result]] | None = None
+        says_something = False
+        for number in range(_TRIALS):
+            case = self._case(double, number)
+            if case.whole is None:
                 continue
-            pieces = self._of_pieces(layouts, tensors)
-            if pieces is None or any(len(each) != len(whole) for each in pieces):
+            pieces = self._of_pieces(layouts, case.tensors)
+            if pieces is None or any(len(each) != len(case.whole) for each in pieces):
                 return None
-            results = self._compared(layouts, tensors, whole, pieces)
-            if results is None or (found is not None and results != found):
+            if not self._are_written_alike(layouts, case, pieces):
                 return None
-            found = results
-        return found
+            count = len(case.whole) - len(self._given)
+            rows = list(zip(*pieces, strict=True))[:count]
+            says_something |= _say_something(case.whole[:count])
+            if fitting is None:
+                pairs = zip(case.whole[:count], rows, strict=True)
+                fitting = [self._fitting(*pair) for pair in pairs]
+            elif len(fitting) != count:
+                return None
+            else:
+                fitting = [
+                    [each for each in among if self._is(each, whole, row)]
+                    for among, whole, row in zip(fitting, case.whole[:count], rows, strict=True)
+                ]
+            if not all(fitting):
+                return None
+        if fitting is None or not says_something:
+            return None
+        return self._without_gradients(layouts, [each[0] for each in fitting])
+
+    def _without_gradients(
+        self, layouts: Sequence[Layout | None], results: list[Result]
+    ) -> tuple[Result, ...] | None:
+        if not self._backward:
+            return tuple(results)
+        inexact = list(_layouts_of_inexact(layouts, self._given))
+        results, gradients = results[: -len(inexact)], results[-len(inexact) :]
+        for layout, gradient in zip(inexact, gradients, strict=True):
+            # Ranks add up the gradient of what they have alike.
+            kind = Kind.SUM if layout is None else Kind.CUT
+            if gradient.kind is not kind or gradient.layout != layout:
+                return None
+        return tuple(results)
 
     def _of_pieces(
         self, layouts: Sequence[Layout | None], tensors: Sequence[torch.Tensor]
@@ -230,50 +251,34 @@ class Trial:
             made.append(results)
         return made
 
-    def _compared(
+    def _are_written_alike(
         self,
         layouts: Sequence[Layout | None],
-        tensors: Sequence[torch.Tensor],
-        whole: list[torch.Tensor],
-        pieces: list[list[torch.Tensor]],
-    ) -> tuple[Result, ...] | None:
-        count = len(whole) - len(self._given)
-        rows = list(zip(*pieces, strict=True))
-        # What the call writes to is to be what it was: a piece, or the whole.
+        case: _Case,
+        pieces: Sequence[Sequence[torch.Tensor]],
+    ) -> bool:
+        """Whether what the call writes to stays what it was: a piece, or the whole."""
+        assert case.whole is not None
+        count = len(case.whole) - len(self._given)
         for place, (layout, given) in enumerate(zip(layouts, self._given, strict=True)):
-            after, row = whole[count + place], rows[count + place]
-            if after.shape == tensors[place].shape and torch.equal(after, tensors[place]):
-                expected = Result(Kind.SAME) if layout is None else Result(Kind.CUT, layout)
-                if not self._is(expected, after, row):
-                    return None
-            elif not (given.is_own or layout is None):
-                return None  # it would be written to a copy
-            elif not self._is(
-                Result(Kind.SAME) if layout is None else Result(Kind.CUT, layout), after, row
-            ):
-                return None
-        results = []
-        for after, row in zip(whole[:count], rows[:count], strict=True):
-            result = self._kind_of(after, row)
-            if result is None:
-                return None
-            results.append(result)
-        if not self._backward:
-            return tuple(results)
-        inexact = list(_layouts_of_inexact(layouts, self._given))
-        results, gradients = results[: -len(inexact)], results[-len(inexact) :]
-        for layout, gradient in zip(inexact, gradients, strict=True):
-            # Ranks add up the gradient of what they have alike.
-            kind = Kind.SUM if layout is None else Kind.CUT
-            if gradient.kind is not kind or gradient.layout != layout:
-                return None
-        return tuple(results)
+            before, after = case.tensors[place], case.whole[count + place]
+            is_written = after.shape != before.shape or not _are_equal(after, before)
+            if is_written and not given.is_own and layout is not None:
+                return False  # it would be written to a copy
+            expected = Result(Kind.SAME) if layout is None else Result(Kind.CUT, layout)
+            if not self._is(expected, after, [each[count + place] for each in pieces]):
+                return False
+        return True
 
-    def _kind_of(self, whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Result | None:
+    def _fitting(self, whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[Result]:
+        """Returns what a result may be, of which other numbers will choose."""
+        found = []
         for result in self._candidates(whole, pieces[0]):
             if self._is(result, whole, pieces):
-                return result
-        return None
+                found.append(result)
+                if result.layout is not None:
+                    break
+        return found
 
     def _candidates(self, whole: torch.Tensor, piece: torch.Tensor) -> Iterator[Result]:
         if whole.dim() != piece.dim():
@@ -301,12 +306,55 @@ class Trial:
             )
         if result.kind is Kind.SAME:
             return all(_are_equal(piece, whole) for piece in pieces)
+        if any(each.shape != whole.shape for each in pieces):
+            return False
         total = torch.stack(list(pieces)).sum(0)
         if result.kind is Kind.MEAN:
             if not _is_inexact(whole):
                 return False
             total = total / len(pieces)
         return _are_equal(total.to(whole.dtype), whole)
+
+
+class _Case(NamedTuple):
+    """Numbers that a call is tried with.
+
+    Attributes:
+        tensors: they.
+        whole: what the call gives for them; None if it fails.
+    """
+
+    tensors: list[torch.Tensor]
+    whole: list[torch.Tensor] | None
+
+
+def _tensor(given: Given, double: bool, number: int, draws: torch.Generator) -> torch.Tensor:
+    """Returns random numbers in the place of a tensor."""
+    like, shape = given.like.detach(), given.shape
+    if _is_inexact(like):
+        dtype = like.dtype
+        if double:
+            dtype = torch.complex128 if like.is_complex() else torch.float64
+        wide = dtype if dtype.itemsize > 2 else torch.float32  # some narrow types draw nothing
+        values = torch.empty(shape, dtype=wide, device=like.device)
+        if like.is_complex() or number:
+            values.normal_(generator=draws).mul_(_SMALL)
+        else:
+            values.uniform_(0.5, 1.5, generator=draws)
+        return values.to(dtype)
+    known = like.reshape(-1)
+    if not known.numel():
+        return like.new_empty(shape)
+    if like.dtype == torch.bool:
+        known = torch.tensor([False, True], device=like.device)
+    if number == 0:
+        chosen = torch.randint(known.numel(), (shape.numel(),), generator=draws, device=like.device)
+        return known[chosen].view(shape)
+    common, single = (known.amin(), known.amax())[:: 1 if number == 1 else -1]
+    values = common.expand(shape.numel()).clone()
+    if len(values):
+        values[-1] = single
+    return values.view(shape)
 
 
 def _with_gradients(
@@ -353,8 +401,51 @@ def _layouts_of_inexact(
     return (layout for layout, each in zip(layouts, given, strict=True) if _is_inexact(each.like))
 
 
-def _says_something(results: Sequence[torch.Tensor]) -> bool:
-    return not any(_is_inexact(each) and bool(each.isnan().any()) for each in results)
+def _say_something(results: Sequence[torch.Tensor]) -> bool:
+    return not any(
+        _is_inexact(each) and bool(each.isnan().all()) for each in results if each.numel()
+    )
+
+
+def shorter(
+    given: Sequence[Given], whole: Sequence[Any], own: Sequence[Any], length: int, num_ranks: int
+) -> list[Given] | None:
+    """Returns tensors with a short sequence for a call that takes its lengths from these alone.
+
+    Args:
+        given: the tensors with the long one.
+        whole: the other arguments for the whole.
+        own: the same for a piece.
+        length: of the long sequence.
+        num_ranks: that share it.
+
+    Returns:
+        None if the sequence is not long, or a number in the arguments may be meant for it.
+    """
+    short = BLOCKS * num_ranks * _SHORT_BLOCK
+    size = sum(each.shape.numel() for each in given)
+    if size < LONG or length <= short or tuple(whole) != tuple(own):
+        return None
+    if not all(map(_says_no_length, whole)):
+        return None
+    found = []
+    for each in given:
+        layout = each.layouts[0]
+        shape = list(each.shape)
+        if layout is not None:
+            shape[layout.dim], rest = divmod(shape[layout.dim] * short, length)
+            if rest or not layout.divides(shape[layout.dim], num_ranks):
+                return None
+        found.append(replace(each, shape=torch.Size(shape), layouts=(layout,)))
+    return found
+
+
+def _says_no_length(leaf: Any) -> bool:
+    if isinstance(leaf, slice):
+        return leaf == slice(None)
+    if isinstance(leaf, int):
+        return abs(leaf) < _SHORT_BLOCK
+    return not isinstance(leaf, torch.Size)
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:

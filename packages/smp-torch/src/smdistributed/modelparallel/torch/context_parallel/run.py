@@ -42,6 +42,7 @@ from smdistributed.modelparallel.torch.context_parallel.proof import (
     Proof,
     Trial,
     divisors,
+    shorter,
 )
 from smdistributed.modelparallel.torch.context_parallel.refusals import refused
 from smdistributed.modelparallel.torch.context_parallel.seeing import DIFFERENTIATING, RunMode
@@ -410,24 +411,33 @@ class PieceRun(RunMode):
             Given(each.whole, tensor, ways, each.is_piece)
             for each, tensor, ways in zip(held, tensors, layouts, strict=True)
         ]
-        found = None
+        short = shorter(given, whole.call.leaves, call.leaves, self._length, self.group.size)
+        found = None if short is None else self._found(call, whole, call.leaves, short)
         for leaves in shorter_by_turns(call.leaves, self._length, self.group.size):
-            trial = Trial(
-                call.function,
-                call.spec,
-                whole.call.leaves,
-                leaves,
-                given,
-                self.group.size,
-                backward=_has_backward_code(call.function),
-            )
-            proof = trial.proof()
-            if proof is not None:
-                found = _Found(leaves, proof)
-                break
+            if found is None:
+                found = self._found(call, whole, leaves, given)
         if _is_hashable(key):
             known[key] = found
         return found
+
+    def _found(
+        self,
+        call: Call,
+        whole: OfWholeSequence,
+        leaves: tuple[Any, ...],
+        given: Sequence[Given],
+    ) -> _Found | None:
+        trial = Trial(
+            call.function,
+            call.spec,
+            whole.call.leaves,
+            leaves,
+            given,
+            self.group.size,
+            backward=_has_backward_code(call.function),
+        )
+        proof = trial.proof()
+        return None if proof is None else _Found(leaves, proof)
 
     def _check_outside(
         self, whole: OfWholeSequence, call: Call, tensors: Sequence[torch.Tensor]
