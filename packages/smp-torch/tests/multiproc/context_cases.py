@@ -75,6 +75,12 @@ def at_positions(x: torch.Tensor) -> torch.Tensor:
     return x + torch.cat([angle.sin(), angle.cos()], -1).repeat(1, 2)
 
 
+def by_overload_in_place(x: torch.Tensor) -> torch.Tensor:
+    out = x.clone()
+    torch.ops.aten.cumsum_.default(out, 1)
+    return out
+
+
 def long_ones_differ(x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.shape[1] > LENGTH // 2 else x
 
@@ -162,6 +168,13 @@ MIXES: dict[str, tuple[Function, bool]] = {
     "any_rows": (lambda x: x * (x > 2).any(1, keepdim=True), False),
     "kept_rows": (lambda x: x + x[x.sum(-1) > 0].mean(), False),
     "asked": (lambda x: x * 2 if bool((x > 0).all()) else x, False),
+    "compared": (lambda x: x * 2 if torch.equal(x, x.abs()) else x, False),
+    "by_name": (lambda x: torch.ops.aten.cumsum(x, 1), False),
+    "by_overload": (lambda x: torch.ops.aten.cumsum.default(x, 1), False),
+    "by_overload_in_place": (by_overload_in_place, False),
+    "by_numpy": (lambda x: x * torch.from_numpy(x.detach().numpy().cumsum(1)), False),
+    "mapped": (lambda x: torch.vmap(lambda each: each.cumsum(0))(x), False),
+    "mapped_tokens": (lambda x: torch.vmap(lambda each: each * 2)(x), False),
     "numbers": (lambda x: x * x.flatten()[0].item(), False),
     "by_length": (lambda x: x * x.shape[1], False),
     "long_ones_differ": (long_ones_differ, False),

@@ -149,6 +149,20 @@ def messages() -> dict[str, str]:
 
     found["hooked"] = message_of(UnsupportedError, lambda: hooked(model, tokens))
 
+    @smp.step(sequence_dims={"tokens": 1})
+    def penalised(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        out = model(tokens)
+        (gradient,) = torch.autograd.grad(out.sum(), out, create_graph=True)
+        return gradient.sum()
+
+    found["penalised"] = message_of(UnsupportedError, lambda: penalised(model, tokens))
+
+    @smp.step(sequence_dims={"tokens": 1}, detach_outputs=False)
+    def attached(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        return model(tokens)
+
+    found["attached"] = message_of(UnsupportedError, lambda: attached(model, tokens))
+
     @smp.step(sequence_dims={"tokens": None, "ids": 1})
     def nothing(model: Any, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return (ids * 2.0).sum()
@@ -170,6 +184,8 @@ TOLD = {
     "batches": "must call a step function with the same batch",
     "shifted": "shift labels rather than logits",
     "hooked": "gives code to the backward pass",
+    "penalised": "a step function computes gradients by itself",
+    "attached": "has detach_outputs=False",
     "nothing": "computes nothing of which a rank could have a piece",
     "join": "cannot run out of it alone",
     "comm hook": "average over DP_CP_GROUP",

@@ -52,6 +52,7 @@ class Call:
         function: what was called.
         spec: the structure of the arguments.
         leaves: they, with a ``Hole`` for each tensor.
+        kinds: the types of these: 1 and True are equal, and not the same.
         shapes: of the tensors, with their types.
         makers: of each tensor; empty for one that was there before.
     """
@@ -59,6 +60,7 @@ class Call:
     function: Any
     spec: Any
     leaves: tuple[Any, ...]
+    kinds: tuple[type, ...]
     shapes: tuple[tuple[torch.Size, torch.dtype], ...]
     makers: tuple[Makers, ...]
 
@@ -67,21 +69,17 @@ class Call:
         return (
             self.function == other.function
             and self.spec == other.spec
+            and self.kinds == other.kinds
             and all(
-                _is_alike(one, another)
+                one == another
                 for one, another in zip(self.leaves, other.leaves, strict=True)
+                if isinstance(one, bool | str | torch.dtype)
             )
             and all(
                 bool(one & another) or one == another
                 for one, another in zip(self.makers, other.makers, strict=True)
             )
         )
-
-
-def _is_alike(one: Any, another: Any) -> bool:
-    if isinstance(one, bool | str | torch.dtype) or one is None:
-        return type(one) is type(another) and one == another
-    return type(one) is type(another)
 
 
 def taken_apart(args: Any, kwargs: Any) -> tuple[Any, list[Any], list[torch.Tensor]]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import resolve_name
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
@@ -57,6 +58,11 @@ from smdistributed.modelparallel.torch.context_parallel.way import (
 )
 from smdistributed.modelparallel.torch.tensors.functions import GIVING_BACKWARD_CODE
 
+#: So many ways of a step function are kept, and proofs of its calls: a number that Python changes
+#: in each step makes each of them a new one.
+_MOST_WAYS = 64
+_MOST_PROOFS = 4096
+
 
 class _Found(NamedTuple):
     """How a call computes with pieces.
@@ -83,6 +89,13 @@ class Ways:
         self.proofs: dict[Any, _Found | None] = {}
         #: Pieces that may outlive the microbatch in which they were made.
         self.pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def add(self, way: Way) -> None:
+        """Takes a way that is new, and forgets what nobody takes any more."""
+        del self.known[:-_MOST_WAYS]
+        if len(self.proofs) > _MOST_PROOFS:
+            self.proofs.clear()
+        self.known.append(way)
 
 
 class PieceRun(RunMode):
@@ -246,7 +259,7 @@ class PieceRun(RunMode):
                     "the step", "does not do the same when it runs again with the same arguments"
                 )
             way.proven = self._way.proven[:number]
-        self._ways.known.append(way)
+        self._ways.add(way)
         return way
 
     # ------------------------------------------------------------------ proving
@@ -516,8 +529,8 @@ def _has_backward_code(function: Any) -> bool:
 def _name(function: Any) -> str:
     if _has_backward_code(function):
         return f"{function.__self__.__name__}.apply"
-    name = str(getattr(function, "__qualname__", None) or getattr(function, "__name__", function))
-    owner = getattr(function, "__objclass__", None) or getattr(function, "__self__", None)
-    if isinstance(owner, type) and "." not in name:
-        return f"{owner.__name__}.{name}"
-    return name
+    try:
+        name = resolve_name(function)
+    except RuntimeError:  # of functions that PyTorch knows no overrides of
+        name = None
+    return name or str(getattr(function, "__name__", function))

@@ -145,4 +145,5 @@ def call_of(
     spec, leaves, tensors = taken_apart(args, kwargs)
     shapes = tuple((each.shape, each.dtype) for each in tensors)
     makers = tuple(made.by(each) for each in tensors)
-    return Call(function, spec, tuple(leaves), shapes, makers), tensors
+    kinds = tuple(map(type, leaves))
+    return Call(function, spec, tuple(leaves), kinds, shapes, makers), tensors

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
-from smdistributed.modelparallel.common.errors import ConfigError, SMPError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
     check_function,
@@ -116,6 +116,12 @@ class StepFunction:
             return self._planned(runtime)
         given = runtime, self._function, self._rules, self._detach_outputs
         if runtime.context_group is not None:
+            if not self._detach_outputs:
+                raise UnsupportedError(
+                    f"step function {self.name} has detach_outputs=False, and with "
+                    "context_parallel_degree gradients end with the step: call model.backward in "
+                    "it, and leave detach_outputs out."
+                )
             sequences = SplitSequences(
                 runtime, runtime.context_group, self._function, self._rules, self._sequence_dims
             )

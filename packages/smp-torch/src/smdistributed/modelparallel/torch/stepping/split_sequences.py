@@ -87,6 +87,7 @@ class SplitSequences:
         self._run = run
         try:
             with (
+                torch.compiler.set_stance("force_eager"),  # compiled code shows no calls
                 masks_of_whole_sequences(length // self._group.size, length),
                 standing_between(run),
                 repeated_for_pieces(run),
