@@ -169,7 +169,7 @@ def groups_are_sorted_and_hold_their_caller(adapter: Adapter) -> None:
 @case("smp.CommGroup", worlds=("alone",))
 def comm_group_names_six_kinds(adapter: Adapter) -> None:
     names = {"WORLD", "MP_GROUP", "DP_GROUP", "TP_GROUP", "PP_GROUP", "RDP_GROUP"}
-    assert {each.name for each in adapter.smp.CommGroup} == names
+    assert names <= {each.name for each in adapter.smp.CommGroup}
 
 
 def _constant(name: str) -> Body:

@@ -5,10 +5,10 @@ would have. No list says which functions may be called: what is right is right b
 may be the pieces of the whole's results; the same on every rank; or parts whose sum over the ranks,
 or mean, is the whole's.
 
-Numbers are drawn in double precision, so that what is mixed stands out of rounding: once above
-zero, for roots and logarithms, and twice small and of both signs, for what saturates. Of whole
-numbers and truths those are drawn that the tensor has, so that indices stay in bounds, and then one
-that is alone among others, so that an ``any`` is told from what every rank has alike.
+Numbers are drawn in double precision, so that what is mixed stands out of rounding: above zero, for
+roots and logarithms; small and of both signs, for what saturates; and with one alone on its side of
+zero, so that an ``any`` or a maximum is told from what every rank has alike. Of whole numbers and
+truths those are drawn that the tensor has, so that indices stay in bounds.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, La
 
 #: Results may differ by so many units in the last place of the largest number.
 _ULPS = 256
-#: With so many sets of numbers a call is tried, which are so small from the second on.
-_TRIALS = 3
+#: With so many sets of numbers a call is tried; those of both signs are so small.
+_TRIALS = 4
 _SMALL = 0.3
 #: A call with more numbers is tried with a short sequence, if that says the same.
 LONG = 2**24
@@ -337,17 +337,18 @@ def _tensor(given: Given, double: bool, number: int, draws: torch.Generator) -> 
             dtype = torch.complex128 if like.is_complex() else torch.float64
         wide = dtype if dtype.itemsize > 2 else torch.float32  # some narrow types draw nothing
         values = torch.empty(shape, dtype=wide, device=like.device)
-        if like.is_complex() or number:
-            values.normal_(generator=draws).mul_(_SMALL)
-        else:
-            values.uniform_(0.5, 1.5, generator=draws)
+        if like.is_complex() or number == 1:
+            return values.normal_(generator=draws).mul_(_SMALL).to(dtype)
+        values.uniform_(0.5, 1.5, generator=draws).mul_(-1 if number == 2 else 1)
+        if number and values.numel():
+            values.view(-1)[-1].mul_(-1)
         return values.to(dtype)
     known = like.reshape(-1)
     if not known.numel():
         return like.new_empty(shape)
     if like.dtype == torch.bool:
         known = torch.tensor([False, True], device=like.device)
-    if number == 0:
+    if number in (0, _TRIALS - 1):
         chosen = torch.randint(known.numel(), (shape.numel(),), generator=draws, device=like.device)
         return known[chosen].view(shape)
     common, single = (known.amin(), known.amax())[:: 1 if number == 1 else -1]

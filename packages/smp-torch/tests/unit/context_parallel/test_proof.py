@@ -1,0 +1,115 @@
+"""What trials of calls find out, without other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from smdistributed.modelparallel.torch.context_parallel import proof
+from smdistributed.modelparallel.torch.context_parallel.calls import taken_apart
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout
+from smdistributed.modelparallel.torch.context_parallel.proof import (
+    Given,
+    Kind,
+    Proof,
+    Trial,
+    shorter,
+)
+
+LENGTH, WIDTH, RANKS = 64, 6, 2
+SEQUENCE = (Layout(1),)
+
+
+def parts(
+    function: Callable[..., Any], *args: Any, layouts: Any = (SEQUENCE,), **kwargs: Any
+) -> tuple[Any, list[Any], list[Given]]:
+    spec, leaves, tensors = taken_apart(args, kwargs)
+    ways = [*layouts, *[(None,)] * (len(tensors) - len(layouts))]
+    given = [
+        Given(each.shape, each, way, way != (None,))
+        for each, way in zip(tensors, ways, strict=True)
+    ]
+    return spec, leaves, given
+
+
+def tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proof | None:
+    spec, leaves, given = parts(function, *args, **kwargs)
+    return Trial(function, spec, leaves, leaves, given, RANKS).proof()
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.zeros(2, LENGTH, WIDTH)  # its numbers do not count
+
+
+def test_zeros_prove_nothing(x: torch.Tensor) -> None:
+    weight = torch.zeros(WIDTH, WIDTH, 3)
+    assert tried(functional.conv1d, x.mT, weight, layouts=((Layout(2),),), padding=1) is None
+    point = torch.zeros(WIDTH, WIDTH, 1)
+    found = tried(functional.conv1d, x.mT, point, layouts=((Layout(2),),))
+    assert found is not None
+    assert found.results[0].layout == Layout(2)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: x.sum(1), Kind.SUM),
+        (lambda x: x.mean(1), Kind.MEAN),
+        (lambda x: x.new_zeros(WIDTH), Kind.SAME),
+        (lambda x: x.tanh(), Kind.CUT),
+        (lambda x: (x * 100).sigmoid().amax(1), None),
+        (lambda x: (x > 0).any(1), None),
+        (lambda x: x * float("nan"), None),
+        (torch.rand_like, None),
+    ],
+)
+def test_kinds_of_results(x: torch.Tensor, function: Any, kind: Kind | None) -> None:
+    found = tried(function, x)
+    assert (None if found is None else found.results[0].kind) is kind
+
+
+def test_truths_that_are_rare(x: torch.Tensor) -> None:
+    mask = torch.ones(2, LENGTH, dtype=torch.bool)
+    assert tried(torch.any, mask, 1) is None
+    assert tried(torch.all, mask, 1) is None
+    labels = torch.randint(9, (2, LENGTH))
+    assert tried(torch.amax, labels, 1) is None
+    found = tried(torch.sum, labels, 1)
+    assert found is not None
+    assert found.results[0].kind is Kind.SUM
+
+
+def test_writes(x: torch.Tensor) -> None:
+    assert tried(torch.Tensor.mul_, x, 2) is not None
+    whole = torch.zeros(2, LENGTH, WIDTH)
+    # A piece may not be written to a tensor that every rank has whole.
+    spec, leaves, given = parts(torch.Tensor.add_, whole, x, layouts=((None, Layout(1)), SEQUENCE))
+    given[0] = Given(whole.shape, whole, (None, Layout(1)), False)
+    assert Trial(torch.Tensor.add_, spec, leaves, leaves, given, RANKS).proof() is None
+
+
+def test_long_calls_are_tried_short(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        spec, leaves, given = parts(function, *args, **kwargs)
+        found = shorter(given, leaves, leaves, LENGTH, RANKS)
+        if found is None:
+            return None
+        assert {each.shape[1] for each in found if each.is_own} == {32}
+        return Trial(function, spec, leaves, leaves, found, RANKS).proof() is not None
+
+    assert short(torch.tanh, x) is None  # it is not long
+    monkeypatch.setattr(proof, "LONG", 0)
+    assert short(torch.tanh, x)
+    assert short(functional.linear, x, torch.zeros(4, WIDTH))
+    assert short(torch.cumsum, x, 1) is False
+    # These numbers may be meant for the sequence.
+    assert short(torch.Tensor.__getitem__, x, (slice(None), slice(0, 40))) is None
+    assert short(torch.roll, x, 32, 1) is None
+    # Windows of it are not shorter.
+    windows = x.reshape(-1, 32, WIDTH)
+    assert short(torch.tanh, windows, layouts=((Layout(0, 2),),)) is None
