@@ -52,6 +52,14 @@ def biased(x: torch.Tensor) -> torch.Tensor:
     return attended(x, attn_mask=-(place[:, None] - place[None]).abs()[None, None] * 0.1)
 
 
+def latents(x: torch.Tensor) -> torch.Tensor:
+    """A few queries that are no tokens read all of them."""
+    query = torch.linspace(-1, 1, 5 * WIDTH, dtype=x.dtype).view(1, 5, WIDTH)
+    h = heads(x)
+    query = heads(query.expand(x.shape[0], -1, -1))
+    return x + merged(functional.scaled_dot_product_attention(query, h, h)).mean(1, keepdim=True)
+
+
 def linear_attention(x: torch.Tensor) -> torch.Tensor:
     h = heads(x)
     return merged(h @ (h.transpose(-2, -1) @ h) / 16)
@@ -134,6 +142,7 @@ MIXES: dict[str, tuple[Function, bool]] = {
     "masked": (lambda x: attended(x, attn_mask=tril(x)), True),
     "banded": (banded, True),
     "biased": (biased, True),
+    "latents": (latents, True),
     "scaled": (lambda x: attended(x, is_causal=True, scale=0.3), True),
     "windows": (lambda x: attended(x.view(-1, 4, WIDTH)).view_as(x), True),  # blocks have 4 tokens
     "long_windows": (lambda x: attended(x.view(-1, 8, WIDTH)).view_as(x), False),

@@ -33,8 +33,8 @@ def attention(
 ) -> torch.Tensor:
     """Does for pieces what ``scaled_dot_product_attention`` does. Collective: CP_GROUP.
 
-    Shape: ``(..., heads, own part of the sequence, channels)``, also of the result; the mask has
-    all keys, and all queries or the own ones.
+    Shape: ``(..., heads, own part of the sequence, channels)``, also of the result; the query may
+    have all of its sequence. The mask has all keys, and all queries or the own ones.
     """
     layout = Layout(key.dim() - 2)
     key, value = group.whole(key, layout), group.whole(value, layout)
@@ -72,9 +72,13 @@ def misfit(forms: Mapping[str, Form], options: Mapping[str, Any]) -> str | None:
         options: the other arguments.
     """
     sizes = {}
+    fitting: list[Layout | None]
     for name in ("query", "key", "value"):
         form = forms[name]
-        if form.layout != Layout(len(form.whole) - 2):
+        fitting = [Layout(len(form.whole) - 2)]
+        if name == "query" and not options.get("is_causal"):
+            fitting.append(None)  # every rank has all queries, and reads all keys
+        if form.layout not in fitting:
             return f"its {name} is not cut along the sequence, dim {len(form.whole) - 2}, alone"
         sizes[name] = form.whole[-2]
     if options.get("dropout_p"):

@@ -19,7 +19,7 @@ _WITHOUT_PROOF = (
 )
 _REMEDY = (
     "Let attention be torch.nn.functional.scaled_dot_product_attention (of Transformers: "
-    'attn_implementation="sdpa"), shift labels rather than logits, or set '
+    'attn_implementation="sdpa", and use_cache=False), shift labels rather than logits, or set '
     "context_parallel_degree to 1."
 )
 

@@ -362,7 +362,8 @@ class PieceRun(RunMode):
         if why is not None:
             raise self._refused(call.function, f"cannot be split: {why}")
         layout = forms["query"].layout
-        return Proven(call, OfAttention(), (Held(whole.results[0], layout, is_piece=True),))
+        held = Held(whole.results[0], layout, is_piece=layout is not None)
+        return Proven(call, OfAttention(), (held,))
 
     def _of_mean_loss(
         self,
