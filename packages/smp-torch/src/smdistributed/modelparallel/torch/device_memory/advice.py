@@ -121,7 +121,7 @@ def _of_state(
         config: of the job.
         topology: of its ranks.
     """
-    replicas, degree = topology.rdp_size, config.sharded_data_parallel_degree
+    replicas, degree = topology.rdp_cp_size, config.sharded_data_parallel_degree
     if degree < replicas:
         yield Change(
             state * (1 - degree / replicas),

@@ -34,7 +34,10 @@ def expected(runtime: TorchRuntime) -> dict[str, int]:
     gradients = 0.0
     for model in models:
         copies = 1
-        if runtime.topology.dp_size > 1 and not model.data_parallel.options.gradient_as_bucket_view:
+        if (
+            runtime.topology.dp_cp_size > 1
+            and not model.data_parallel.options.gradient_as_bucket_view
+        ):
             copies = 2  # one of them is a bucket
         for parameter, is_own in model.data_parallel.updates().items():
             here = held(parameter)
