@@ -531,6 +531,43 @@ def test_python_of_compiled_modules_is_compared_as_it_is_written(layer: Layer) -
     assert torch.equal(result, torch.sin(torch.relu(block.linear(x)) * 3))
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+# Dynamo makes an object of an autograd function's class.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "left out"])
+def test_a_backward_pass_in_python_is_refused_unless_it_is_compiled(*, is_compiled: bool) -> None:
+    class Block(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not is_compiled:
+                torch._dynamo.graph_break()
+                return doubled(torch.sin(x))
+            return Doubled.apply(torch.sin(x))
+
+    @torch.compiler.disable
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x)
+
+    block = Block()
+    block.compile(backend="aot_eager")
+    x = torch.ones(2, requires_grad=True)
+    block(x)
+    tape = recorded(lambda x: block(x), x)
+    assert bool(tape.refusal) == (not is_compiled), tape.refusal
+    if is_compiled:
+        assert confirmed(Promised(tape, {}), block, x)[0] is False
+    else:
+        assert "backward pass that is written in Python" in tape.refusal
+
+
 def test_a_compiled_module_that_is_given_an_object_is_refused() -> None:
     class Cached(nn.Module):
         def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:

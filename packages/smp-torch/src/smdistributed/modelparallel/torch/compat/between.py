@@ -44,12 +44,20 @@ _between: Between | None = None
 
 
 @contextlib.contextmanager
-def standing_between(between: Between) -> Iterator[None]:
-    """Inside, calls that no mode of torch sees go to ``between``, too."""
+def standing_between(
+    between: Between, applied_inside: Callable[[Any], object] = lambda function: None
+) -> Iterator[None]:
+    """Inside, calls that no mode of torch sees go to ``between``, too.
+
+    Args:
+        between: takes them down, or answers them.
+        applied_inside: hears of autograd functions that are applied within a call.
+    """
     global _between
 
     def apply(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if between.is_inside:
+            applied_inside(function)
             return function(*args, **kwargs)
         return between.take(function, args, kwargs)
 

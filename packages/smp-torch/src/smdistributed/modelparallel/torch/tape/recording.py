@@ -122,6 +122,8 @@ class Recording(TorchFunctionMode):
         self._recomputed = recomputed
         self._fakes = fakes
         self._is_as_written = is_as_written
+        #: A compiled module runs.
+        self._in_compiled = False
         #: Of a checkpointed call: the number of its first tensor, and torch's own hooks.
         self._region: int | None = None
         self._hooks = known_hooks
@@ -146,7 +148,10 @@ class Recording(TorchFunctionMode):
     def recording(self) -> Iterator[None]:
         """Inside, calls are taken down."""
         unseen = _Unseen(self)
-        seen = standing_between(self), checkpointing_replaced(self._checkpoints_seen)
+        seen = (
+            standing_between(self, self._note_applied),
+            checkpointing_replaced(self._checkpoints_seen),
+        )
         with seen[0], seen[1], unseen, self, _code_seen(self):
             yield
 
@@ -219,6 +224,15 @@ class Recording(TorchFunctionMode):
         finally:
             self.is_inside = False
 
+    def _note_applied(self, function: Any) -> None:
+        """Hears of what no compiler has taken in: its backward pass runs Python."""
+        if self._in_compiled:
+            self._refuse_backward_of(function)
+
+    def _refuse_backward_of(self, function: Any) -> None:
+        if (kind := _autograd_function(function)) and is_code_of_others(kind.__module__):
+            self.tape.refuse(f"{kind.__qualname__} has a backward pass that is written in Python")
+
     def when_real(self, tensor: torch.Tensor, do: Callable[[torch.Tensor], None]) -> None:
         """See ``Between``."""
         with self.aside():
@@ -237,7 +251,11 @@ class Recording(TorchFunctionMode):
         with self.aside():
             if self.tape.refusal:
                 return module(*args, **kwargs)
-            result = self._take(module, args, kwargs)
+            self._in_compiled = True
+            try:
+                result = self._take(module, args, kwargs)
+            finally:
+                self._in_compiled = False
         call = self.tape.events[-1]
         if isinstance(call, Call):
             call.inside = inside
@@ -275,8 +293,8 @@ class Recording(TorchFunctionMode):
         settings = Settings.now(self._devices, self._hooks)
         versions = _versions(given)
         templates = self._template((tuple(args), dict(kwargs)))
-        if (kind := _autograd_function(function)) and is_code_of_others(kind.__module__):
-            tape.refuse(f"{kind.__qualname__} has a backward pass that is written in Python")
+        if not self._is_as_written:  # of what is compiled the compiler writes the backward pass
+            self._refuse_backward_of(function)
         others = opaque_objects((args, kwargs))
         if any(isinstance(each, torch.Generator) for each in others):
             tape.refuse("it draws from a generator of its own")
