@@ -290,14 +290,14 @@ MUTATIONS = (
     Mutation(
         "the optimizer's state is left out of checkpoints",
         "torch/checkpoint/save.py",
-        'files[f"optimizer_{shard}.pt"] = _writer(lambda: _halves(optimizer)[0])',
+        'files[f"optimizer_{shard}.pt"] = _File.of(lambda: _halves(optimizer)[0])',
         "pass",
         ("training_resumes_from_a_partial_checkpoint",),
     ),
     Mutation(
         "user content is lost",
         "torch/checkpoint/save.py",
-        "files[USER_CONTENT] = _user_content_writer(user_content)",
+        "files[USER_CONTENT] = _File.small(_user_content_writer(user_content))",
         "pass",
         ("training_resumes_from_a_partial_checkpoint",),
     ),
@@ -481,7 +481,7 @@ MUTATIONS = (
     Mutation(
         "blocks of other ranks",
         "torch/checkpoint/layout.py",
-        '_{place.rdp_rank % degree}"',
+        '_{place.rdp_cp_rank % degree}"',
         '_{0}"',
         ("shards_are_saved_and_come_back",),
     ),
