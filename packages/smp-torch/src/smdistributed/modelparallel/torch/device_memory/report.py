@@ -43,7 +43,7 @@ class MemoryReport:
 
     @property
     def expected_total(self) -> int:
-        """All that is known to be in use in training: activations come on top."""
+        """All that is known to be in use in training; activations come on top."""
         return self.total + sum(
             max(0, size - self.kinds.get(kind, 0)) for kind, size in self.expected.items()
         )
