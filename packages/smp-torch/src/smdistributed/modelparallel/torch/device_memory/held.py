@@ -36,11 +36,15 @@ def spans(runtime: TorchRuntime) -> Iterator[Span]:
         runtime: the state of the library in this process.
     """
     for kind, tensor in _tensors(runtime):
-        if type(tensor) in _PLAIN and tensor.device == runtime.device and not tensor.is_sparse:
+        if type(tensor) in _PLAIN and _is_here(tensor, runtime.device):
             # Of a view the part that it sees: windows that others read are one piece for many.
             num_bytes = tensor.numel() * tensor.element_size()
             if num_bytes:
                 yield kind, tensor.data_ptr(), tensor.data_ptr() + num_bytes
+
+
+def _is_here(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.device == device and tensor.layout is torch.strided
 
 
 def bytes_in_optimizer(tensor: torch.Tensor) -> int:

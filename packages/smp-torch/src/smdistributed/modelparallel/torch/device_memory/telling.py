@@ -48,7 +48,10 @@ def tell_before_training(runtime: TorchRuntime) -> None:
         waiting[-1].register_post_partition_hook(placed)
         return
     if models_of(runtime) and runtime.live_optimizers():
-        _tell(runtime)
+        try:
+            _tell(runtime)
+        except Exception:  # whatever a script's own tensors do: it can train without being told
+            logger.debug("what training needs is not told", exc_info=True)
 
 
 def _tell(runtime: TorchRuntime) -> None:
