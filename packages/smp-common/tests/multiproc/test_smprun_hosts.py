@@ -175,4 +175,6 @@ def test_a_host_that_is_lost_is_told_and_the_job_starts_again(hosts: Hosts, tmp_
     shown = [f"[{rank}] attempt {attempt}" for rank in range(4) for attempt in range(2)]
     assert sorted(done.stdout.splitlines()) == shown
     lost = f"smprun: host {hosts.names[1]} was lost: mpirun cannot reach it (exit code 1)"
-    assert done.stderr.splitlines() == [lost, "smprun: restart 1 of 1 in 2 s"]
+    # Open MPI warns now and then that a process was faster than what it sets for it.
+    told = [line for line in done.stderr.splitlines() if "plm:ssh: Warning: setpgid" not in line]
+    assert told == [lost, "smprun: restart 1 of 1 in 2 s"]
