@@ -9,12 +9,14 @@ import resource
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from checkpointing_cases import ROWS, WIDTH, Kept, Stack, plain
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.below import operated_by
 
 MICROBATCHES = 8
@@ -243,6 +245,10 @@ def _trained(num_steps: int, rows: int) -> list[Any]:
     @smp.step
     def evaluate(model: Any, x: torch.Tensor) -> torch.Tensor:
         return model(x).float().mean()
+
+    if smp.mp_size() > 1:
+        with pytest.raises(SMPError, match="between steps"):
+            smp.step(lambda: smp.memory())()
 
     x = torch.ones(rows, 256, dtype=dtype)
     evaluate(model, x)  # a model in a pipeline has its place then

@@ -531,16 +531,6 @@ def test_python_of_compiled_modules_is_compared_as_it_is_written(layer: Layer) -
     assert torch.equal(result, torch.sin(torch.relu(block.linear(x)) * 3))
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * 2
-
-
 # Dynamo makes an object of an autograd function's class.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "left out"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.api.slot import slot
 from smdistributed.modelparallel.torch.device_memory import measured
 from smdistributed.modelparallel.torch.device_memory.report import MemoryReport
@@ -20,5 +21,15 @@ def memory() -> MemoryReport:
     Returns:
         Sizes in bytes. Kinds that have a tensor, of a model or an optimizer, are told by it, and
         the rest by what it lies in, so that together they are all that is in use.
+
+    Raises:
+        SMPError: a step function of several partitions or slices calls it.
     """
-    return measured.report(slot.get())
+    runtime = slot.get()
+    if runtime.is_in_step and runtime.topology.mp_size > 1:
+        raise SMPError(
+            "smp.memory is called between steps where ranks split a model: while a step function "
+            "runs, parameters are stand-ins for what other ranks have. Call it before the step or "
+            "after it; what a step takes at most is its attribute most."
+        )
+    return measured.report(runtime)

@@ -49,17 +49,26 @@ def _is_here(tensor: torch.Tensor, device: torch.device) -> bool:
 
 def bytes_in_optimizer(tensor: torch.Tensor) -> int:
     """Returns what a tensor that an optimizer updates takes, where it is none of a model."""
+    here = _memory_of(tensor)
+    return here.numel() * here.element_size()
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what is here of a tensor that an optimizer updates, as a tensor with memory."""
     if isinstance(tensor, SplitMaster) and tensor.rest is not None:
-        tensor = tensor.rest
-    return tensor.numel() * tensor.element_size()
+        return tensor.rest
+    found: torch.Tensor = held(tensor)
+    return found
 
 
 def _tensors(runtime: TorchRuntime) -> Iterator[tuple[str, torch.Tensor]]:
     for model in models_of(runtime):
         was_at_rest = model.wake()
-        yield from _of_model(model)
-        if was_at_rest:
-            model.rest()
+        try:
+            yield from _of_model(model)
+        finally:
+            if was_at_rest:
+                model.rest()
     for each in runtime.live_optimizers():
         yield from ((OPTIMIZER, tensor) for tensor in _of_optimizer(each.optimizer))
     yield from ((WINDOWS, tensor) for tensor in windows())
@@ -83,8 +92,5 @@ def _of_model(model: DistributedModel) -> Iterator[tuple[str, torch.Tensor]]:
 def _of_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         for each in group["params"]:
-            if isinstance(each, SplitMaster) and each.rest is not None:
-                yield each.rest
-            else:
-                yield held(each)  # where it is a parameter of the model, it is counted there
+            yield _memory_of(each)  # where it is a parameter of the model, it is counted there
     yield from tensors_in(list(optimizer.state.values()))
