@@ -4,17 +4,19 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 
     torchrun --nproc-per-node 4 benchmarks/torch/mixed_step.py --tensor 2 --pipeline 2
 
-``--tensor``, ``--pipeline`` and ``--sharded`` are degrees, and what they leave of the ranks are
-replicas. The model is as it is; blocks are split by ``tensor_parallelism(auto=True)``. The batch is
-that of the whole job, the same for every way, so that the losses are, too. On GPUs weights are bf16
-with fp32 masters (``bf16``). AdamW; random tokens, the same in every step. FLOPs are 6 N + 12 L h s
-a token, where N are the parameters without the embedding. Times are medians of device events, the
+``--tensor``, ``--experts``, ``--pipeline`` and ``--sharded`` are degrees, and what they leave of
+the ranks are replicas. The model is as it is; blocks are split by
+``tensor_parallelism(auto=True)``. The batch is that of the whole job, the same for every way, so
+that the losses are, too. On GPUs weights are bf16 with fp32 masters (``bf16``). AdamW; random
+tokens, the same in every step. FLOPs are 6 N + 12 L h s a token, where N are the parameters without
+the embedding, and of experts those that a token goes to. Times are medians of device events, the
 slowest rank's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 from typing import Any
@@ -32,7 +34,8 @@ def start(options: argparse.Namespace) -> torch.device:
     """Starts the library with the degrees of the command line; returns the device."""
     config: dict[str, Any] = {
         "ddp": True,
-        "tensor_parallel_degree": options.tensor,
+        "tensor_parallel_degree": max(options.tensor, options.experts),
+        "expert_parallel_degree": options.experts,
         "pipeline_parallel_degree": options.pipeline,
         "pipeline": "zero_bubble",
         "microbatches": options.microbatches,
@@ -49,7 +52,10 @@ def build(options: argparse.Namespace, device: torch.device) -> Any:
     """Returns the user's model."""
     kind, config, blocks, _ = MODELS[options.model]
     torch.manual_seed(1)
-    with device, smp.tensor_parallelism(enabled=options.tensor > 1, auto=True):
+    split: Any = contextlib.nullcontext()
+    if options.tensor > 1:
+        split = smp.tensor_parallelism(auto=True)
+    with device, split:
         module = getattr(transformers, kind)(config)
     for block in module.get_submodule(blocks) if options.compile else ():
         block.compile()
@@ -62,6 +68,9 @@ def flops_per_token(model: str) -> float:
     with torch.device("meta"):
         module = getattr(transformers, kind)(config)
     parameters = sum(each.numel() for each in module.parameters())
+    experts = sum(each.numel() for name, each in module.named_parameters() if ".experts." in name)
+    if experts:
+        parameters -= round(experts * (1 - config.num_experts_per_tok / config.num_experts))
     embedding = module.get_input_embeddings().weight.numel()
     attention = 12 * config.num_hidden_layers * config.hidden_size * length
     return float(6 * (parameters - embedding) + attention)
@@ -72,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=MODELS, default="llama_7b")
     parser.add_argument("--tensor", type=int, default=1, help="tensor_parallel_degree")
+    parser.add_argument("--experts", type=int, default=1, help="expert_parallel_degree")
     parser.add_argument("--pipeline", type=int, default=1, help="pipeline_parallel_degree")
     parser.add_argument("--sharded", type=int, default=1, help="sharded_data_parallel_degree")
     parser.add_argument("--batch", type=int, default=16, help="examples of the whole job")

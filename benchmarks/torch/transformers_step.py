@@ -79,6 +79,38 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig, str, int]] = {
         "model.layers",
         64,
     ),
+    "tiny_moe": (
+        "Qwen3MoeForCausalLM",
+        transformers.Qwen3MoeConfig(
+            vocab_size=512,
+            hidden_size=64,
+            moe_intermediate_size=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+        ),
+        "model.layers",
+        64,
+    ),
+    "moe_4b": (
+        "Qwen3MoeForCausalLM",
+        transformers.Qwen3MoeConfig(
+            vocab_size=32000,
+            hidden_size=2048,
+            moe_intermediate_size=768,
+            num_experts=64,
+            num_experts_per_tok=8,
+            num_hidden_layers=12,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+        ),
+        "model.layers",
+        2048,
+    ),
     "llama_7b": (
         "LlamaForCausalLM",
         transformers.LlamaConfig(

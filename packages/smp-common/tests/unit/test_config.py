@@ -36,6 +36,7 @@ _DEFAULTS: dict[str, object] = {
     "offload_activations": False,
     "activation_loading_horizon": 4,
     "tensor_parallel_degree": 1,
+    "expert_parallel_degree": 1,
     "context_parallel_degree": 1,
     "fp16": False,
     "fp16_params": False,
@@ -92,6 +93,12 @@ def test_defaults_that_depend_on_other_parameters() -> None:
     assert config.memory_weight == 0.2
     assert Config(pipeline_parallel_degree=4).active_microbatches == 6
     assert _load(given={"partitions": 4, "active_microbatches": 1}).active_microbatches == 1
+
+
+def test_ranks_that_spread_experts_are_those_that_split_modules() -> None:
+    config = _load(given={"expert_parallel_degree": 2, "ddp": True})
+    assert config.tensor_parallel_degree == 2
+    assert config.topology(4).tp_size == 2
 
 
 def test_every_spelling_is_an_attribute() -> None:
@@ -421,6 +428,12 @@ def test_wrong_envelopes(given: dict[str, Any], text: str) -> None:
             {"tensor_parallel_degree": 2},
             ["tensor_parallel_degree above 1 needs ddp", "tensor_parallel_degree 2, ddp False"],
         ),
+        (
+            {"expert_parallel_degree": 2, "tensor_parallel_degree": 4, "ddp": True},
+            ["expert_parallel_degree above 1 and tensor_parallel_degree must be equal"],
+        ),
+        ({"expert_parallel_degree": 2}, ["expert_parallel_degree above 1 needs ddp"]),
+        ({"expert_parallel_degree": 0}, ["expert_parallel_degree must be an integer, at least 1"]),
         (
             {"context_parallel_degree": 2},
             ["context_parallel_degree above 1 needs ddp: set it to true"],

@@ -48,6 +48,7 @@ _PURPOSES = (
     "tensor_parallel_degree",
     "sharded_data_parallel_degree",
     "context_parallel_degree",
+    "expert_parallel_degree",
     "ddp",
     "horovod",
     "auto",
@@ -195,12 +196,15 @@ def load(
             f"the configuration sets {asked} but asks for no parallelism: set at least one of "
             f"{', '.join(_PURPOSES)}."
         )
+    if "expert_parallel_degree" in settings:
+        # The ranks that have experts between them are those that split modules.
+        settings.setdefault("tensor_parallel_degree", settings["expert_parallel_degree"])
     values = {name: setting.value for name, setting in settings.items()}
     spelled = {name: setting.spelling for name, setting in settings.items()}
     wrong = check_values(Config, values, spelled=spelled)
     # The rest is built even so, to find the rules that are broken besides.
     config = Config.model_validate({n: v for n, v in values.items() if n not in wrong})
-    problems += wrong.values()
+    problems += dict.fromkeys(wrong.values())
     problems += broken(RULES, config, spelled, skip=wrong)
     problems += _check_framework(config, framework, spelled)
 

@@ -235,6 +235,16 @@ class Parameters(Settings):
             frameworks=PYTORCH,
         ),
     ] = 1
+    expert_parallel_degree: Annotated[
+        PositiveInt,
+        Parameter(
+            "Number of ranks over which the experts of mixtures are spread; tensor_parallel_degree "
+            "is the same, and set by it.",
+            since="-",
+            source=_OURS,
+            frameworks=PYTORCH,
+        ),
+    ] = 1
     context_parallel_degree: Annotated[
         PositiveInt,
         Parameter(

@@ -35,6 +35,7 @@ PLANNED = (
     "microbatches",
     "pipeline",
     "tensor_parallel_degree",
+    "expert_parallel_degree",
     "context_parallel_degree",
     "sharded_data_parallel_degree",
     "shard_optimizer_state",
@@ -61,6 +62,12 @@ RULES = (
         ("tensor_parallel_degree", "ddp"),
         lambda c: c.tensor_parallel_degree > 1 and not c.ddp,
         "{tensor_parallel_degree} above 1 needs {ddp}: set it to true.",
+    ),
+    Rule(
+        ("expert_parallel_degree", "tensor_parallel_degree"),
+        lambda c: c.expert_parallel_degree not in (1, c.tensor_parallel_degree),
+        "{expert_parallel_degree} above 1 and {tensor_parallel_degree} must be equal, since the "
+        "ranks that have experts between them are those that split modules: leave out one of them.",
     ),
     Rule(
         ("context_parallel_degree", "ddp"),

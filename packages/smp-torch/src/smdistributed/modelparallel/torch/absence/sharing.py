@@ -64,4 +64,5 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) not in kinds:
         return False
     with past_subclass_functions():
-        return tensor.layout is torch.strided
+        # One of delayed parameters has no memory yet, and becomes another tensor when it gets some.
+        return tensor.layout is torch.strided and not tensor.is_meta

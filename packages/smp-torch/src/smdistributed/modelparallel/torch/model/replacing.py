@@ -33,6 +33,7 @@ def sliced_modules(runtime: TorchRuntime, module: nn.Module) -> list[nn.Module]:
 def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
     """Returns a model with distributed modules in the places of marked ones."""
     group, delayed = runtime.tensor_group, runtime.delayed
+    spreads_experts = runtime.config.expert_parallel_degree > 1
     if group.size == 1 and not runtime.tensor_marks.has_any(module):
         return module
     before = dict(module.named_parameters())
@@ -40,7 +41,15 @@ def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Mod
     def everyones(mine: Any) -> list[Any]:
         return runtime.communicator.allgather(mine, CommGroup.WORLD)
 
-    replaced = replace_marked(module, runtime.tensor_marks, built_in, group, delayed, everyones)
+    replaced = replace_marked(
+        module,
+        runtime.tensor_marks,
+        built_in,
+        group,
+        delayed,
+        everyones,
+        spreads_experts=spreads_experts,
+    )
     kept = set(replaced.parameters())
     for name, parameter in before.items():
         if parameter not in kept:

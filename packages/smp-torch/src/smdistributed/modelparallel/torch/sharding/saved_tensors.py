@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from smdistributed.modelparallel.torch.activations.kept import KEEPING, Kept, SavingHooks
+from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.compat.private.backward import lifted_by_transforms
 from smdistributed.modelparallel.torch.compat.private.compiled import never_compiled
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
@@ -55,6 +56,7 @@ def saving_places(homes: Sequence[Gathered]) -> Iterator[SavingHooks]:
         return
 
     @never_compiled
+    @no_call
     def pack(tensor: torch.Tensor) -> Any:
         key = None
         if isinstance(tensor, ShardedParameter):
@@ -87,6 +89,7 @@ def saving_places(homes: Sequence[Gathered]) -> Iterator[SavingHooks]:
         yield SavingHooks(pack, _unpack)
 
 
+@no_call
 def _unpack(saved: Any) -> torch.Tensor:
     if isinstance(saved, _InUnit):
         if saved.generation != saved.home.generation:

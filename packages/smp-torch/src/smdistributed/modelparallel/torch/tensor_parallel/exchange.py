@@ -10,6 +10,7 @@ Shape: examples along dim 0, channels along the last; ``sizes`` are the examples
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -64,6 +65,35 @@ def whole(group: TensorGroup, slice_: torch.Tensor) -> torch.Tensor:
     if group.size == 1:
         return slice_
     return _apply(group, _Whole, slice_)
+
+
+@run_as_written
+def moved(
+    group: TensorGroup, tensors: Sequence[torch.Tensor], sizes: Sequence[tuple[Sizes, Sizes]]
+) -> list[torch.Tensor]:
+    """Gives each rank some rows of own tensors, and returns those that the ranks gave this one.
+
+    Gradients go back the same way, those of all tensors in one pass; zeros where there are none.
+
+    Args:
+        group: the ranks, two or more.
+        tensors: with rows along dim 0, in the order of the ranks that get them.
+        sizes: of each tensor, how many rows each rank gets, and how many each gives.
+    """
+    made = _Moved.apply(group.handle, sizes, *tensors)  # type: ignore[no-untyped-call]
+    group.exchanged(made[0])
+    return list(made)
+
+
+def rows_moved(
+    collectives: Collectives, tensor: torch.Tensor, given: Sizes, taken: Sizes
+) -> torch.Tensor:
+    """Gives each rank some rows of a tensor, without a graph; see ``moved``."""
+    rest = tensor.shape[1:]
+    parts = collectives.swap(
+        torch.split(tensor.contiguous(), list(given)), [torch.Size((n, *rest)) for n in taken]
+    )
+    return torch.cat(parts)
 
 
 @atomic
@@ -130,6 +160,23 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return ctx.collectives.scatter_sum(gradient, ctx.sizes), None, None
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Handle, sizes: Any, *tensors: Any) -> Any:
+        mark(ctx, tensors[0])
+        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        pairs = zip(tensors, sizes, strict=True)
+        return tuple(rows_moved(ctx.collectives, each, *rows) for each, rows in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        meet_again(ctx)
+        pairs = zip(gradients, ctx.sizes, strict=True)
+        back = [rows_moved(ctx.collectives, each, *rows[::-1]) for each, rows in pairs]
+        return None, None, *back
 
 
 class _Scatter(torch.autograd.Function):

@@ -28,6 +28,12 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import (
     check_agreed,
     plan_groups,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.experts.finding import (
+    check_stacks_agreed,
+    find_stacks,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.experts.spread import spread
+from smdistributed.modelparallel.torch.tensor_parallel.experts.stack import Stack, looks_stacked
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.marks import Mark
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
@@ -62,6 +68,8 @@ def replace_marked(
     group: TensorGroup,
     delayed: DelayedParameters,
     everyones: Callable[[Any], list[Any]],
+    *,
+    spreads_experts: bool = False,
 ) -> nn.Module:
     """Replaces the outermost marked modules that have a distributed version.
 
@@ -74,6 +82,7 @@ def replace_marked(
         group: the ranks that split modules.
         delayed: the parameters that have no values yet.
         everyones: gives the objects of all ranks of the job.
+        spreads_experts: stacks of experts are spread over the ranks, marked or not.
 
     Returns:
         the model, or what stands in its place.
@@ -81,7 +90,9 @@ def replace_marked(
     Raises:
         SMPError: the ranks have different models.
     """
-    return _Replacing(model, marks, built_in, group, delayed, everyones).run()
+    return _Replacing(
+        model, marks, built_in, group, delayed, everyones, spreads_experts=spreads_experts
+    ).run()
 
 
 class _Replacing:
@@ -95,8 +106,11 @@ class _Replacing:
         group: TensorGroup,
         delayed: DelayedParameters,
         everyones: Callable[[Any], list[Any]],
+        *,
+        spreads_experts: bool,
     ) -> None:
         self._model = model
+        self._spreads_experts = spreads_experts
         self._marks = marks
         self._built_in = built_in
         self._group = group
@@ -104,6 +118,7 @@ class _Replacing:
         self._values = ValuesOfFirst(group, delayed)
         self._everyones = everyones
         self._auto = AutoPlan()
+        self._stacks: dict[nn.Module, Stack] = {}
         self._done: dict[nn.Module, nn.Module] = {}
         self._seen: list[Mark] = []
         self._wrapped = {written(each) for each in model.modules() if written(each) is not each}
@@ -118,6 +133,7 @@ class _Replacing:
         )
 
     def run(self) -> nn.Module:
+        self._stacks = self._find_stacks()
         self._auto = self._find_groups()
         replaced = self._visit(self._model, "")
         _without_nested_tensors(replaced)
@@ -152,6 +168,9 @@ class _Replacing:
         if module in self._auto.groups:
             self._close(module, self._auto.groups[module])
             return module
+        if module in self._stacks:
+            self._spread(module, self._stacks[module])
+            return module
         # Each name, also where two are of one module.
         for child_name, child in list(module._modules.items()):
             if child is None:
@@ -160,6 +179,61 @@ class _Replacing:
             if inside is not child:
                 module._modules[child_name] = inside
         return module
+
+    def _find_stacks(self) -> dict[nn.Module, Stack]:
+        """Returns the stacks of experts that the ranks have between them, and how.
+
+        Collective: WORLD.
+        """
+        if self._group.size == 1:
+            return {}
+        wanted = {
+            module: name
+            for module, name in self._open_modules(self._model, "")
+            if looks_stacked(module) and self._spreads(module)
+        }
+        own = {each: self._kept_with(each) for each in wanted}
+        found, reasons = find_stacks(own, self._group.size)
+        check_stacks_agreed(found, wanted, self._everyones)
+        total = sum(each.numel() for each in self._model.parameters())
+        for module, reason in reasons.items():
+            part = sum(each.numel() for each in module.parameters())
+            logger.warning(
+                "%s (%s), %.0f%% of the parameters of the model, stays whole on every rank: %s",
+                wanted[module] or "the model",
+                type(module).__name__,
+                100 * part / total,
+                reason,
+            )
+        if self._spreads_experts and not found:
+            logger.warning(
+                "expert_parallel_degree is %d, and no stack of experts was found that may be "
+                "spread and is not excluded from tensor parallelism: every rank has the whole "
+                "model.",
+                self._group.size,
+            )
+        return found
+
+    def _spreads(self, module: nn.Module) -> bool:
+        """Whether the experts that a module may be a stack of are to be spread."""
+        mark = self._marks.of(module)
+        if mark is None:
+            return self._spreads_experts
+        return mark.enabled and (self._spreads_experts or bool(mark.config.get("auto")))
+
+    def _kept_with(self, module: nn.Module) -> str | None:
+        """Returns why a module stays as it is for what else there is in the model."""
+        if self._places[module] > 1:
+            return "several modules have it"
+        return self._shared_weight(module) or self._kept_as_it_is(module)
+
+    def _spread(self, module: nn.Module, stack: Stack) -> None:
+        """Gives this rank its share of a stack of experts."""
+        whole = self._values.translated(dict(module.state_dict(keep_vars=True)), None)
+        before = dict(module.named_parameters())
+        spread(module, stack)
+        for each, tensor in whole.items():
+            self._values.put(module, each, tensor, before[each])
 
     def _find_groups(self) -> AutoPlan:
         """Returns the modules that are split as they are, and how."""
@@ -228,6 +302,7 @@ class _Replacing:
             return False
         return (
             (mark is None or mark.enabled)
+            and module not in self._stacks
             and not isinstance(module, DistributedModule)
             and self._kept_as_it_is(module) is None
             and (type(module) is nn.Linear or registration_of(module) is None)
