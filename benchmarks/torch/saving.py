@@ -5,8 +5,8 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
     torchrun --nproc-per-node 2 benchmarks/torch/saving.py --size 1.3b --folder /local/disk
 
 A pipeline with a partition a rank, or ``--shards``; bf16 with fp32 masters and AdamW. Each format
-is saved ``--repeats`` times while training goes on (``asynchronous=True``), of which the first
-takes pinned memory that the others have, and once without. Rank 0 prints a line of JSON for each:
+of ``--formats`` is saved ``--repeats`` times while training goes on (``asynchronous=True``), and
+once without. Rank 0 prints a line of JSON for each:
 
 - ``blocked_s``: how long the call took, on the slowest rank;
 - ``step_ms``: the longest step while files were written; ``plain_step_ms``: a step without;
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--shards", action="store_true", help="in place of a pipeline")
     parser.add_argument("--folder", type=Path, required=True, help="is made, and removed again")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=5, help="trained before")
     options = parser.parse_args()
@@ -113,7 +114,7 @@ def main() -> None:
     smp.init({"ddp": True, kind: degree, "microbatches": microbatches, "bf16": True})
     job = Job(options)
     plain = statistics.median([job.step() for _ in range(options.steps)][1:])
-    for name in FORMATS:
+    for name in options.formats:
         for behind in [True] * options.repeats + [False]:
             times = job.save(options.folder, name, behind=behind)
             if smp.rank() == 0:

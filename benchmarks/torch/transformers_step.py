@@ -6,8 +6,9 @@ Start it with one process a GPU (or with several on the CPU, for a look at the c
 
 ``one`` is the same model on one GPU, alone: its time over the number of GPUs is what they need
 without a bubble, and ``ideal_1f1b_ms`` with that of 1F1B. ``smp`` is this library; what stands
-behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``float8`` (products in
-blocks in eight bits, by torchao), ``static`` (``smp.step(static=True)``), ``eager``
+behind a colon changes it: ``compile`` (each block by ``torch.compile``), ``uncached`` (the model's
+``use_cache=False``), ``float8`` (products in blocks in eight bits, by torchao), ``static``
+(``smp.step(static=True)``), ``eager``
 (``smp.step(cuda_graphs=False)``), ``loss`` (``smp.step(compile=True)``). With ``--replicas 2`` two
 such pipelines train a batch each, and ``ddp`` is PyTorch's DistributedDataParallel of the whole
 model on each rank: with as many replicas as ranks the peer. The library decides the partition; with
@@ -123,7 +124,7 @@ MODELS: dict[str, tuple[str, transformers.PretrainedConfig, str, int]] = {
 
 
 #: What may stand behind a colon.
-CHANGES = {"compile", "static", "eager", "loss", "float8"}
+CHANGES = {"compile", "static", "eager", "loss", "float8", "uncached"}
 
 
 class Bench:
@@ -149,6 +150,7 @@ class Bench:
             model = getattr(transformers, self.kind)(self.config)
         if self.device.type == "cuda":
             model = model.to(torch.bfloat16)
+        model.config.use_cache = "uncached" not in changes
         blocks = model.get_submodule(self.blocks)
         if "float8" in changes:
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training

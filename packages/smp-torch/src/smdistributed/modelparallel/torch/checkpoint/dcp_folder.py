@@ -47,7 +47,7 @@ from smdistributed.modelparallel.common.checkpoint.directory import Rest, Step
 from smdistributed.modelparallel.common.checkpoint.store import is_plain
 from smdistributed.modelparallel.common.errors import CheckpointError
 from smdistributed.modelparallel.common.pieces import Part, Rectangle
-from smdistributed.modelparallel.torch.checkpoint.host_copies import host_copy
+from smdistributed.modelparallel.torch.checkpoint.held_copies import HeldCopy
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import TRUST_VARIABLE
 
 #: The file by which a folder is one of DCP.
@@ -111,11 +111,8 @@ class DcpWriter:
     def _plan(self, folder: Path, before: Sequence[Any]) -> SavePlan:
         held, leads = self._held, self._rank == 0
         if self._behind:
-            values = host_copy([each.value for each in held])
-            held = [
-                dataclasses.replace(each, value=value)
-                for each, value in zip(held, values, strict=True)
-            ]
+            self._copy = HeldCopy([each.value for each in held])
+            held = _with_values(held, self._copy.state)
         self._planner = _HeldPlanner(held)
         self._planner.set_up_planner({}, is_coordinator=leads)
         # What is on the host needs no stream of a device, which a capture beside it would not bear.
@@ -147,6 +144,7 @@ class DcpWriter:
         return sorted(path.name for path in folder.glob(f"__{self._rank}_*"))
 
     def _write_rest(self, folder: Path) -> tuple[list[str], str]:
+        self._planner.hold(_with_values(self._held, self._copy.to_host()))
         places = {each.index: each.storage_data for each in self._write_data()}
         told = pickle.dumps(Metadata({}, storage_data=places))
         return self._names(folder), base64.b64encode(told).decode()
@@ -160,12 +158,21 @@ class DcpWriter:
         return [METADATA]
 
 
+def _with_values(held: Sequence[Held], values: Sequence[Any]) -> list[Held]:
+    pairs = zip(held, values, strict=True)
+    return [dataclasses.replace(each, value=value) for each, value in pairs]
+
+
 class _HeldPlanner(DefaultSavePlanner):
     """Plans to write parts of tensors."""
 
     def __init__(self, held: Sequence[Held]) -> None:
         super().__init__()
         self._paths = {each.key: each.path for each in held}
+        self.hold(held)
+
+    def hold(self, held: Sequence[Held]) -> None:
+        """Has what is written lie elsewhere than when it was planned."""
         self._items: list[WriteItem] = []
         self._values: dict[MetadataIndex, Any] = {}
         for each in held:

@@ -18,6 +18,7 @@ import torch
 from smdistributed.modelparallel.common.checkpoint.durable_files import Writer
 from smdistributed.modelparallel.common.checkpoint.store import is_plain
 from smdistributed.modelparallel.common.errors import CheckpointError
+from smdistributed.modelparallel.torch.checkpoint.held_copies import HeldCopy
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
@@ -109,18 +110,18 @@ class SafetensorsFolder:
 
     def write(self, folder: Path, before: Sequence[Any]) -> list[str]:
         """Writes this rank's files; returns their names. Collective: DP_GROUP."""
-        return _write(folder, self._own_files())
+        return _write(folder, ((file, _apart(each)) for file, each in self._own_files()))
 
     def take(self, folder: Path, before: Sequence[Any]) -> None:
         """Copies what ``write_taken`` will write. Collective: DP_GROUP."""
-        self._taken = list(self._own_files())
+        self._taken = [(file, HeldCopy(tensors)) for file, tensors in self._own_files()]
 
     def write_taken(self, folder: Path) -> tuple[list[str], None]:
         """Writes this rank's files, of which it has taken a copy; returns their names. Local."""
-        return _write(folder, self._taken), None
+        return _write(folder, ((file, _apart(each.to_host())) for file, each in self._taken)), None
 
     def _own_files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-        """Yields the names and the tensors of the files that this rank writes, on the host."""
+        """Yields the names and the tensors of the files that this rank writes."""
         own = self._runtime.coordinates.pp_rank
         for file, (partition, names) in self._files.items():
             # The others of the partition give their pieces of every file.
@@ -129,11 +130,12 @@ class SafetensorsFolder:
 
     def _gathered(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
         part = {name: self._state[name] for name in names}
-        whole = part if self._translated is not None else self._sliced.gather(part)
-        # Copies, since a file has no two tensors of one memory.
-        return {
-            name: each.detach().to("cpu", copy=True).contiguous() for name, each in whole.items()
-        }
+        return part if self._translated is not None else self._sliced.gather(part)
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns tensors on the host, of which no two have one memory: a file has no such."""
+    return {name: each.detach().to("cpu", copy=True).contiguous() for name, each in tensors.items()}
 
 
 def _write(folder: Path, files: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> list[str]:

@@ -34,7 +34,7 @@ from smdistributed.modelparallel.torch.checkpoint.folder import (
     expect_wrapped,
     finish_pending,
 )
-from smdistributed.modelparallel.torch.checkpoint.host_copies import host_copy
+from smdistributed.modelparallel.torch.checkpoint.held_copies import HeldCopy
 from smdistributed.modelparallel.torch.checkpoint.layout import Layout, own_part_name, part_name
 from smdistributed.modelparallel.torch.checkpoint.plain_classes import refused_in
 from smdistributed.modelparallel.torch.checkpoint.safetensors_folder import SafetensorsFolder
@@ -138,8 +138,8 @@ class _File(NamedTuple):
         """Returns the file of a state."""
 
         def take() -> Writer:
-            state = host_copy(make())
-            return lambda stream: torch.save(state, stream)
+            held = HeldCopy(make())
+            return lambda stream: torch.save(held.to_host(), stream)
 
         return cls(lambda stream: torch.save(make(), stream), take)
 
