@@ -17,7 +17,6 @@ from architecture import Architecture, Batch, Shape, uses_cache
 from torch import nn
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.pieces import Piece
 
 MICROBATCHES = 2
 #: Rows and length of each training step: a shape twice, then another.
@@ -101,12 +100,14 @@ class Parts:
 
     Attributes:
         families: modules that a map of a family replaced.
+        experts: stacks of experts that are spread.
         groups: blocks that were split as they are.
         linears: other linear maps that are split alone.
         whole: linear maps that every rank has.
     """
 
     families: int
+    experts: int
     groups: int
     linears: int
     whole: int
@@ -117,7 +118,6 @@ class Record:
     """What a trial gave on one rank.
 
     Attributes:
-        split: the piece that is here of each parameter that tensor-parallel ranks split.
         parts: what was made of the model by ``tensor_parallelism(auto=True)``.
         steps: three of training and one of evaluation.
         buffers: at the end, those on this rank.
@@ -132,7 +132,6 @@ class Record:
     num_elements: int = 0
     visits: list[int] = field(default_factory=list)
     in_turn: str = ""
-    split: dict[str, Piece] = field(default_factory=dict)
     parts: Parts | None = None
     failure: Failure | None = None
 
@@ -237,7 +236,6 @@ def _run_trial(trial: Trial, record: Record, *, plain: bool) -> None:
     train, evaluate = wrap(train_body), wrap(evaluate_body)
     if smp.is_initialized() and smp.tp_size() > 1:
         record.parts = _parts(model.get_module())
-        record.split = {name: piece for name, _, piece in model.holder.in_pieces()}
     _seed(1)
     for batch in batches[:-1]:
         optimizer.zero_grad()
@@ -314,11 +312,12 @@ def _parts(module: nn.Module) -> Parts:
         return sum(kind in (each.__name__ for each in type(m).__mro__) for m in module.modules())
 
     transformers = sum(type(each).__name__ == "SplitLinear" for each in module.modules())
-    groups = number("ClosedGroup")
+    groups, experts = number("ClosedGroup"), number("SpreadExperts")
     distributed = number("DistributedModule")
     linears = number("DistributedLinear")
     return Parts(
-        families=int(distributed > groups + transformers + linears),
+        families=int(distributed > groups + experts + transformers + linears),
+        experts=experts,
         groups=groups,
         linears=linears,
         whole=sum(type(each) is nn.Linear for each in module.modules()),

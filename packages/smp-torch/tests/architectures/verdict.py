@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from trial import Failure, Parts, Record, Step
 
-from smdistributed.modelparallel.torch.model.slices import put
-
 LOSS_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 1e-5
 #: What rounding alone can make of a gradient, as a share of the model's largest: one that is zero
@@ -92,7 +90,10 @@ def _judge_slices(reference: Record, ranks: Sequence[Record], parts: Parts) -> V
     """Holds ranks that split modules, each with examples of its own, against one process."""
     comparison = _Comparison()
     named = parts.families == 0  # a family's map gives other names
-    joined = [_joined(ranks, number, named=named) for number in range(len(ranks[0].steps))]
+    joined = [
+        [_joined(ranks, number, rank, named=named) for number in range(len(ranks[0].steps))]
+        for rank in range(len(ranks))
+    ]
     steps = [replace(step, gradients=step.gradients if named else {}) for step in reference.steps]
     if any(
         not torch.equal(buffer, each.buffers[name])
@@ -102,8 +103,10 @@ def _judge_slices(reference: Record, ranks: Sequence[Record], parts: Parts) -> V
     ):
         # Statistics of batches are of own examples, as with any data parallelism; the evaluation
         # goes by them.
-        del steps[-1], joined[-1]
-    comparison.compare(Record(steps=steps), [Record(steps=joined)])
+        for each in (steps, *joined):
+            del each[-1]
+    for each in joined:
+        comparison.compare(Record(steps=steps), [Record(steps=each)])
     kind = Kind.WRONG if comparison.complaints else Kind.EXACT
     made = ", ".join(f"{number} {what}" for what, number in vars(parts).items() if number)
     return Verdict(
@@ -115,24 +118,15 @@ def _judge_slices(reference: Record, ranks: Sequence[Record], parts: Parts) -> V
     )
 
 
-def _joined(ranks: Sequence[Record], number: int, *, named: bool) -> Step:
-    """Returns what a step gave, with the examples of all ranks and whole gradients."""
+def _joined(ranks: Sequence[Record], number: int, rank: int, *, named: bool) -> Step:
+    """Returns what a step gave, with the examples of all ranks, and the gradients of one."""
     steps = [each.steps[number] for each in ranks]
     results = {
         name: [tensor for each in steps for tensor in each.results[name]]
         for name in steps[0].results
     }
-    gradients: dict[str, torch.Tensor | None] = {}
-    for name, first in steps[0].gradients.items() if named else ():
-        parts = [each.gradients[name] for each in steps]
-        gradients[name] = first
-        if first is None or name not in ranks[0].split:
-            continue
-        whole = gradients[name] = first.new_zeros(ranks[0].split[name].shape)
-        for rank, part in zip(ranks, parts, strict=True):
-            if part is not None:
-                put(whole, rank.split[name].part, part)
-    return Step(results, gradients)
+    # Between steps slices, and their gradients, stand for the whole.
+    return Step(results, steps[rank].gradients if named else {})
 
 
 def _first_failure(ranks: Sequence[Record]) -> Failure | None:
