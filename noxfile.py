@@ -89,6 +89,11 @@ ON_DEVICES = {
     ),
     "tensorflow": ("tf_equality", "tf_checkpoints", "tf_optimizers"),
 }
+#: Files of tests that start processes of PyTorch and that the third lane of ``tests`` runs: lanes
+#: are to take as long as each other.
+IN_THIRD_LANE = tuple(
+    f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in ("plan", "restarts", "experts")
+)
 #: Tests of these kinds start processes.
 PROCESSES = ("multiproc", "architectures", "failures")
 
@@ -317,7 +322,8 @@ def check_in_setting(session: Runner, name: str, *words: str) -> None:
 
 def check_with_torch(session: Runner) -> None:
     """One lane of ``tests``: what starts processes of PyTorch."""
-    check_processes(session, ["smp-torch"], *session.posargs, kinds=("multiproc",))
+    elsewhere = (f"--ignore={place}" for place in IN_THIRD_LANE)
+    check_processes(session, ["smp-torch"], *elsewhere, *session.posargs, kinds=("multiproc",))
     check_in_setting(session, "other-maker", *OTHER_MAKER_SMOKE)
 
 
@@ -350,7 +356,8 @@ def check_the_rest(session: Runner) -> None:
     check_conformance(session, "torch", "--quick")
     check_snippets(session, "-m", "not slow", *words)
     check_processes(session, ["smp-common", "smp-launch"], *words)
-    check_processes(session, ["smp-torch"], *words, kinds=("architectures", "failures"))
+    kinds = ("architectures", "failures")
+    check_processes(session, ["smp-torch"], *IN_THIRD_LANE, *words, kinds=kinds)
 
 
 # To begin with
