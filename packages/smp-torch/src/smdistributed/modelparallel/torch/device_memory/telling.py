@@ -57,13 +57,16 @@ def tell_before_training(runtime: TorchRuntime) -> None:
 def _tell(runtime: TorchRuntime) -> None:
     found = report(runtime)
     needed = found.expected_total
-    if needed > found.capacity:
+    # The ranks of a host share its memory, and need about as much each.
+    sharing = runtime.transport.local_size if runtime.device.type == "cpu" else 1
+    if needed * sharing > found.capacity:
         logger.warning(
-            "rank %d needs %s on %s before there is any activation, and this has %s: %s",
+            "rank %d needs %s on %s before there is any activation, and this has %s%s: %s",
             found.rank,
             text_of(needed),
             found.device,
             text_of(found.capacity),
+            f" for {sharing} ranks" if sharing > 1 else "",
             explanation(found, runtime),
         )
     elif runtime.rank == 0:
