@@ -30,7 +30,7 @@ def test_command() -> None:
         *("/bin/mpirun", "-n", "3", "--host", "a:2,b:1"),
         *("--bind-to", "none", "--map-by", "slot"),
         *("--mca", "mpi_abort_delay", "2"),
-        *("--forward-signals", "SIGUSR1,SIGUSR2,SIGURG", "--output", "tag:raw"),
+        *("--forward-signals", "SIGUSR1,SIGUSR2,SIGURG,28", "--output", "tag:raw"),
     ]
     assert command[-4:] == [
         "smdistributed.modelparallel.common.launcher.bootstrap",

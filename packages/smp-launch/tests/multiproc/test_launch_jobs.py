@@ -201,12 +201,18 @@ def test_a_failing_script_is_a_failed_job(
     assert folder_of(estimator).status().exit_code == code
 
 
-def test_every_rank_saves_when_a_job_is_stopped(session: Session) -> None:
+def test_every_rank_saves_when_a_job_is_stopped(
+    session: Session, capsys: pytest.CaptureFixture[str]
+) -> None:
     estimator = started(session, SAVES, ranks=2)
-    session.stop_training_job(folder_of(estimator).name)
+    name = folder_of(estimator).name
+    assert cli.main(["--jobs", str(session.root), "where", name]) == 0
+    assert capsys.readouterr().out.endswith("in <module>: time.sleep(100)\n")
+    session.stop_training_job(name)
     found = ended(estimator)
     assert (found["TrainingJobStatus"], found["SecondaryStatus"]) == ("Stopped", "Stopped")
     assert names_in(estimator.model_data) == ["ready0", "ready1", "saved0", "saved1"]
+    assert cli.main(["--jobs", str(session.root), "where", name]) == 2
 
 
 def test_a_deaf_script_is_killed_after_its_time(

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.common.errors import ConfigError, SMPError, Uns
 from smdistributed.modelparallel.common.launcher import plan
 from smdistributed.modelparallel.launch import names, notebooks
 from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
-from smdistributed.modelparallel.launch.job import folder
+from smdistributed.modelparallel.launch.job import folder, whereabouts
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.session import Session
 from smdistributed.modelparallel.launch.storage import places
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", _stop, "ask a job to end; its processes have time to save"),
         ("wait", _wait, "wait for the end of a job"),
         ("logs", _logs, "the log of a job; with --follow until its end"),
+        ("where", _where, "where the ranks of a running job are, and whom they wait for"),
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument("job", metavar="JOB")
@@ -179,6 +180,10 @@ def _wait(session: Session, arguments: argparse.Namespace) -> None:
 
 def _logs(session: Session, arguments: argparse.Namespace) -> None:
     session.logs_for_job(arguments.job, wait=arguments.follow)
+
+
+def _where(session: Session, arguments: argparse.Namespace) -> None:
+    sys.stdout.write(whereabouts.told(session.job(arguments.job)))
 
 
 def _submit(session: Session, arguments: argparse.Namespace) -> None:

@@ -7,10 +7,12 @@ learn it instead of exchanging nonsense.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,6 +26,7 @@ from smdistributed.modelparallel.common.comm.transport import (
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.common.whereabouts import Activity, listed
 
 _P2P_CHANNEL = 0
 _GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}
@@ -77,6 +80,20 @@ class Communicator:
         self._told: deque[tuple[str, Posted]] = deque()
         #: What this rank has opened and nobody is known to have joined, and its number.
         self._unjoined: dict[CommGroup, tuple[str, int]] = {}
+        #: The call that this rank waits in, and when it began to.
+        self._waiting: tuple[str, float] | None = None
+
+    def activities(self) -> list[Activity]:
+        """Returns the call that this rank waits in, if it is in one; for any thread."""
+        waiting, missing = self._waiting, self._transport.awaited
+        if waiting is None:
+            return []
+        call, began = waiting
+        return [
+            Activity.since(
+                began, f"{call}, waits for {listed(sorted(missing))}" if missing else call
+            )
+        ]
 
     def before_calls(self, function: Callable[[str, Sequence[int]], None]) -> None:
         """Has a function called before each collective, with its words and its global ranks."""
@@ -352,10 +369,8 @@ class Communicator:
         return self._transport.post(sealed, ranks, channel)
 
     def _wait(self, call: str, posted: Posted) -> None:
-        try:
+        with self._waiting_in(call):
             posted.wait(self._timeout_seconds)
-        except PeersMissingError as error:
-            self._fail_missing(call, error)
 
     def _receive(
         self,
@@ -365,14 +380,22 @@ class Communicator:
         timeout_seconds: float | None = None,
     ) -> list[memoryview]:
         timeout_seconds = timeout_seconds or self._timeout_seconds
-        try:
+        with self._waiting_in(call):
             messages = self._transport.receive(ranks, channel, timeout_seconds)
-        except PeersMissingError as error:
-            self._fail_missing(call, error)
         return [
             self._opened(call, message, rank, channel)
             for rank, message in zip(ranks, messages, strict=True)
         ]
+
+    @contextlib.contextmanager
+    def _waiting_in(self, call: str) -> Iterator[None]:
+        self._waiting = call, time.monotonic()
+        try:
+            yield
+        except PeersMissingError as error:
+            self._fail_missing(call, error)
+        finally:
+            self._waiting = None
 
     def _opened(self, call: str, message: bytes | bytearray, rank: int, channel: int) -> memoryview:
         try:

@@ -63,6 +63,12 @@ class MPITransport(Transport):
         host.Free()
         self._ended: dict[int, bytes] = {}
         self._reports: dict[int, bytes] = {}
+        self._awaited: Collection[int] = ()
+
+    @property
+    def awaited(self) -> Sequence[int]:  # type: ignore[override]
+        """See ``Transport``."""
+        return tuple(self._awaited)
 
     def post(self, payload: bytes, destinations: Sequence[int], channel: int) -> Posted:
         """See ``Transport.post``."""
@@ -148,6 +154,19 @@ class MPITransport(Transport):
         timeout_seconds: float,
     ) -> None:
         """Repeats ``step`` until it returns True, a silent rank ends, or time is up."""
+        former, self._awaited = self._awaited, waiting
+        try:
+            self._poll_for(step, waiting, silent, timeout_seconds)
+        finally:
+            self._awaited = former
+
+    def _poll_for(
+        self,
+        step: Callable[[], bool],
+        waiting: Collection[int],
+        silent: Callable[[], set[int]],
+        timeout_seconds: float,
+    ) -> None:
         deadline = time.monotonic() + timeout_seconds
         pause = _Pause()
         while not step():

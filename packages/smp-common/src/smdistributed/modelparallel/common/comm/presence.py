@@ -47,7 +47,7 @@ class Presence:
         found = _stat(self.pid)
         if found is None or found[1] != self.started:
             return "ended"
-        return _STATES.get(found[0], "running")
+        return state_of(self.pid)
 
 
 def absent(presences: Sequence[Presence], ranks: Sequence[int]) -> dict[int, State]:
@@ -59,6 +59,12 @@ def absent(presences: Sequence[Presence], ranks: Sequence[int]) -> dict[int, Sta
     """
     states = {rank: presences[rank].state for rank in ranks}
     return {rank: state for rank, state in states.items() if state in ("ended", "stopped")}
+
+
+def state_of(pid: int) -> State:
+    """Returns what this host knows of the process that has this id now."""
+    found = _stat(pid)
+    return "ended" if found is None else _STATES.get(found[0], "running")
 
 
 def _machine() -> str:

@@ -55,6 +55,8 @@ class Transport(ABC):
         is_one_machine: whether all processes share a machine, whatever its parts are called.
         hostname: name of this host.
         largest_alone: bytes of a message that arrives although its sender does not wait for it.
+        awaited: ranks for which this process waits at present, as far as that is known; for any
+            thread.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class Transport(ABC):
     local_size: int
     is_one_machine: bool
     largest_alone: int
+    awaited: Sequence[int] = ()
 
     def __init__(self) -> None:
         self.hostname = socket.gethostname()

@@ -12,6 +12,8 @@ restarts       starts the job again after it has lost a rank
 output         takes mpirun's output apart, rank by rank, and shows it
 first_failure  decides which rank failed first
 processes      finds and kills every process of the job
+status         tells where the ranks are
+listening      the signals by which ranks are asked
 ending         asks ranks to end, and gives them time
 bootstrap      what each rank runs
 fork_client    starts the process whose copies are the ranks, where that is asked for

@@ -15,9 +15,14 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from smdistributed.modelparallel.common import failure
+from smdistributed.modelparallel.common import failure, whereabouts
 from smdistributed.modelparallel.common.launcher import standard_input
 from smdistributed.modelparallel.common.launcher.ending import EndRequest
+from smdistributed.modelparallel.common.launcher.listening import (
+    END_SIGNAL,
+    STATUS_SIGNAL,
+    listen,
+)
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "RANK")
 _SIZE_VARIABLE = "OMPI_COMM_WORLD_SIZE"
@@ -89,7 +94,7 @@ def main() -> object:
     take the others' time to save from them.
     """
     request = EndRequest()
-    request.listen()
+    listen({END_SIGNAL: request.come, STATUS_SIGNAL: lambda: whereabouts.answer(rank())})
     name_host(os.environ)
     if rank() == 0:
         standard_input.take(os.environ)

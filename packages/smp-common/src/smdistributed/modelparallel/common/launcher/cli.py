@@ -13,7 +13,14 @@ from pathlib import Path
 
 from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
-from smdistributed.modelparallel.common.launcher import dry_run, job, plan, restarts, settings
+from smdistributed.modelparallel.common.launcher import (
+    dry_run,
+    job,
+    plan,
+    restarts,
+    settings,
+    status,
+)
 from smdistributed.modelparallel.common.launcher.command import (
     Job,
     build_command,
@@ -90,6 +97,11 @@ def _run(argv: list[str]) -> int:
     own, program = split_arguments(argv)
     parser = _parser()
     arguments = parser.parse_args(own)
+    if arguments.status is not None:
+        if len(own) > 1 or program:
+            parser.error("--status takes the process id of a running smprun, and nothing else")
+        sys.stdout.write(status.told_by(arguments.status))
+        return 0
     _check_program(parser, program)
 
     file = settings.ConfigFile()
@@ -218,6 +230,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DEVICE",
         help="start nothing, but list the configurations that fit such devices: "
         f"{', '.join(DEVICES)}",
+    )
+    add(
+        "--status",
+        type=_count,
+        metavar="PID",
+        help="start nothing, but show where the ranks of the smprun with this process id are",
     )
     add("--memory", metavar="80GiB", help="with --plan: of a device")
     return parser

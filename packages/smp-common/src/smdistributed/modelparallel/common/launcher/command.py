@@ -19,8 +19,8 @@ from pathlib import Path
 from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE, RELAY_SECONDS
-from smdistributed.modelparallel.common.launcher.ending import FORWARDING
 from smdistributed.modelparallel.common.launcher.hosts import Host
+from smdistributed.modelparallel.common.launcher.listening import FORWARDING
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
 from smdistributed.modelparallel.common.launcher.slurm import is_inside
 

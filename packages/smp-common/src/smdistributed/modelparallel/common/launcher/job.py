@@ -16,20 +16,23 @@ from types import FrameType
 
 from smdistributed.modelparallel.common.launcher import processes, standard_input
 from smdistributed.modelparallel.common.launcher.command import own_files
-from smdistributed.modelparallel.common.launcher.ending import END_SIGNAL
 from smdistributed.modelparallel.common.launcher.first_failure import (
     ASKED,
     Verdict,
     ended_by,
     judge,
 )
+from smdistributed.modelparallel.common.launcher.listening import END_SIGNAL, STATUS_SIGNAL
 from smdistributed.modelparallel.common.launcher.output import Relay, Screen
+from smdistributed.modelparallel.common.launcher.status import Desk
 
 TIMEOUT_EXIT_CODE = 124
 #: What ends a job.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: A program's own: mpirun hands them to every rank.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+#: What asks where the ranks are, as it asks some other runtimes: ctrl-\\ of a terminal.
+_ASKING = (signal.SIGQUIT,)
 #: A rank that has only just started does not listen yet.
 _ASK_AGAIN_SECONDS = 1.0
 #: Then a rank with a handler of SIGTERM has said that it heard; one without has ended.
@@ -78,8 +81,8 @@ def run(
     with own_files(environ) as complete:
         own = {k: v for k, v in complete.items() if k != standard_input.VARIABLE}
         own |= standard_input.offered(hosts, command)
-        running = _RunningJob(command, own, relay, limits)
-        with running:
+        running = _RunningJob(command, own, relay, limits, hosts)
+        with running.desk, running:
             running.wait()
     verdict = running.verdict(hosts)
     relay.show_last_words(verdict.traceback_rank)
@@ -90,6 +93,9 @@ class _RunningJob:
     """mpirun from its start to the death of the last process below it.
 
     Used as a context manager: leaving it, on whatever path, kills what is left.
+
+    Attributes:
+        desk: where it is asked where the ranks are.
     """
 
     def __init__(
@@ -98,11 +104,14 @@ class _RunningJob:
         environ: Mapping[str, str],
         relay: Relay,
         limits: Limits,
+        hosts: Sequence[str],
     ) -> None:
         self._command = command
         self._environ = environ
         self._relay = relay
         self._limits = limits
+        self.desk = Desk(hosts, self._ask_where)
+        relay.on_whereabouts = self.desk.take
         self._asked_at: float | None = None
         self._ask_at = 0.0
         self._asked: Verdict | None = None
@@ -116,7 +125,11 @@ class _RunningJob:
         self._selector = selectors.DefaultSelector()
         self._handlers = {
             number: signal.signal(number, handler)
-            for numbers, handler in ((ENDING, self._on_signal), (_PASSED_ON, self._pass_on))
+            for numbers, handler in (
+                (ENDING, self._on_signal),
+                (_PASSED_ON, self._pass_on),
+                (_ASKING, lambda *_: self.desk.ask_here()),
+            )
             for number in numbers
             # Ignored signals stay ignored, as under nohup.
             if signal.getsignal(number) is not signal.SIG_IGN
@@ -154,6 +167,7 @@ class _RunningJob:
         while self._mpirun.poll() is None:
             self._relay_output(_TICK_SECONDS)
             self._hurry()
+            self.desk.look()
         # Helpers of mpirun may hold its streams open: read what there is, no longer.
         while self._relay_output(_TICK_SECONDS):
             pass
@@ -242,6 +256,9 @@ class _RunningJob:
             self._asked_at = time.monotonic()
         else:
             self._ask_to_end(verdict)
+
+    def _ask_where(self) -> None:
+        self._mpirun.send_signal(STATUS_SIGNAL)
 
     def _pass_on(self, number: int, _frame: FrameType | None) -> None:
         self._mpirun.send_signal(number)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from smdistributed.modelparallel.common.failure import FailureRecord
@@ -21,6 +21,7 @@ from smdistributed.modelparallel.common.launcher.first_failure import (
     parse_banner,
     parse_lost_host,
 )
+from smdistributed.modelparallel.common.whereabouts import Whereabouts
 
 _TAG = re.compile(rb"\[\d+,(\d+)\]<(?:stdout|stderr)>: ")
 _RULE = re.compile(r"-{60,}$")
@@ -110,6 +111,7 @@ class Relay:
         banners: what mpirun says of failures; not shown.
         lost_host: the first to which mpirun has lost its connection; empty without one.
         is_ending: whether a rank was asked to end and wants time for it.
+        on_whereabouts: is called with what a rank says of where it is; not shown.
     """
 
     def __init__(self, screen: Screen) -> None:
@@ -117,6 +119,7 @@ class Relay:
         self.banners: list[Banner] = []
         self.lost_host = ""
         self.is_ending = False
+        self.on_whereabouts: Callable[[Whereabouts], object] = lambda _: None
         self._screen = screen
         self._streams: dict[tuple[int | None, bool], LineAssembler] = {}
         self._last_words: defaultdict[int, list[bytes]] = defaultdict(list)
@@ -177,6 +180,9 @@ class Relay:
             return
         if is_err and text == HEARD:
             self.is_ending = True
+            return
+        if is_err and (told := Whereabouts.parse(text)):
+            self.on_whereabouts(told)
             return
         if is_err and (record := _record(text)):
             self.records.append(record)

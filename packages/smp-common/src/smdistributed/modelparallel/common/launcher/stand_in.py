@@ -16,8 +16,10 @@ import signal
 import sys
 
 _REQUEST_BYTES = 1 << 18
-#: SIGURG is how smprun asks ranks to end, see ``ending``.
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGURG)
+_PASSED_ON = (
+    *(signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGURG, signal.SIGWINCH),  # by which smprun asks, see ``listening``
+)
 
 
 def main() -> None:

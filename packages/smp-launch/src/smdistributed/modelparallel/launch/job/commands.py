@@ -24,7 +24,8 @@ from smdistributed.modelparallel.launch.request.naming import parse_image
 _SMPRUN_SECONDS = 10.0
 #: Where scripts of streams find ``sagemaker_tensorflow``.
 _READERS = Path(channels.__file__).parent / "import_path"
-_SMPRUN = ("-m", "smdistributed.modelparallel.common.launcher")
+#: The words that start ``smprun``.
+SMPRUN = ("-m", "smdistributed.modelparallel.common.launcher")
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def _smprun(
     options = [f"--framework={image.framework or 'pytorch'}", f"--grace={grace_seconds:g}"]
     if given := values.get(names.MPI_OPTIONS):
         options.append(f"--mpi-args={given}")
-    return (*_SMPRUN, "-n", str(num_ranks), *options)
+    return (*SMPRUN, "-n", str(num_ranks), *options)
 
 
 def _environ(

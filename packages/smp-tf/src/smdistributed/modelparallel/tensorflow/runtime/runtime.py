@@ -35,6 +35,7 @@ from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.whereabouts import telling
 from smdistributed.modelparallel.tensorflow.compat import autograph, processes
 from smdistributed.modelparallel.tensorflow.compat.gradients import requests_noted
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
@@ -146,6 +147,7 @@ def start(
     settings.check_world(transport.size, "tensorflow")
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, settings.communication_timeout)
+    replacements.enter_context(telling(communicator.activities))
     gpus = _bind_device(transport)
     if settings.horovod:
         _start_horovod(topology.members(CommGroup.DP_GROUP, transport.rank))

@@ -107,6 +107,7 @@ class Executor:
         for receives in itertools.islice(posts, ahead):
             post(receives)
         for position, action in enumerate(self._itinerary.actions):
+            links.begin(action)
             if acting.reuses_memory:
                 _settle(outgoing, position - 1)
             post(next(posts, ()))
@@ -118,6 +119,7 @@ class Executor:
             self._send(outgoing, position, leaving)
             del arrived, leaving  # their memory may be free now
         _settle(outgoing, len(self._itinerary.actions))
+        links.begin(None)
         return marks
 
     def _send(self, outgoing: _Outgoing, position: int, leaving: Outgoing) -> None:

@@ -8,6 +8,7 @@ transfers of one communicator run in one order, and the two directions must not 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Literal
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.planning.schedule import Action
+from smdistributed.modelparallel.common.whereabouts import Activity
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.execute.mailboxes import Laying, Mailboxes, Taking
 from smdistributed.modelparallel.torch.execute.peers import Blaming, Peers
@@ -65,10 +68,24 @@ class Links:
         #: On GPUs, by (source, target): the communicator, and the other one's rank in it.
         self._directions: dict[tuple[int, int], tuple[dist.ProcessGroup, int]] = {}
         self._connected: set[tuple[int, int]] = set()
+        self._action: tuple[Action, float] | None = None
         self._upwards: dist.ProcessGroup
         self._downwards: dist.ProcessGroup
         # torch numbers the members of a group in ascending order.
         self._rank_of = [sorted(members).index(member) for member in members]
+
+    def begin(self, action: Action | None) -> None:
+        """Takes note of the action that comes next, which it may have to wait for."""
+        self._action = None if action is None else (action, time.monotonic())
+
+    def activities(self) -> list[Activity]:
+        """Returns the action of a step that this process is at, if any; for any thread."""
+        if (at := self._action) is None:
+            return []
+        action, began = at
+        name = action.kind.name.lower().replace("_", " ")
+        what = f"action {action}: {name} of microbatch {action.microbatch}"
+        return [Activity.since(began, what)]
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -17,6 +17,7 @@ import torch
 from smdistributed.modelparallel.common.comm.presence import Presence, absent
 from smdistributed.modelparallel.common.errors import CommError, SMPError
 from smdistributed.modelparallel.common.failure import leave_for_exception
+from smdistributed.modelparallel.common.whereabouts import Activity
 
 #: Global ranks that take part in an exchange.
 Members = tuple[int, ...]
@@ -65,6 +66,10 @@ class Peers:
         """Returns the exchanges that this process is in, with their beginnings; for any thread."""
         return list(self._inside.items())
 
+    def activities(self) -> list[Activity]:
+        """Returns the exchanges that this process is in; for any thread."""
+        return [Activity.since(since, exchange.words()) for exchange, since in self.inside()]
+
     def enter(self, exchange: Blaming) -> None:
         """Takes note that an exchange begins."""
         self.entered[exchange.ranks] = self.entered.get(exchange.ranks, 0) + 1
@@ -90,7 +95,7 @@ class Peers:
 
     def error_of(self, error: RuntimeError, ranks: Sequence[int], doing: str) -> CommError:
         """Returns what an error of torch means, where communication with ``ranks`` raised it."""
-        others = [rank for rank in ranks if rank != self._rank]
+        others = self.others(ranks)
         gone = self._absent(others)
         reason = reason_of(error)
         if gone:
@@ -140,7 +145,7 @@ class Peers:
 
     def departed(self, gone: Sequence[int], ranks: Sequence[int], doing: str) -> CommError:
         """Returns the error of an exchange without which ``gone`` have left the job."""
-        others = [rank for rank in ranks if rank != self._rank]
+        others = self.others(ranks)
         return CommError(
             f"rank {self._rank}: {doing} {_listed(others)} failed: {_listed(gone)} "
             f"{'has' if len(gone) == 1 else 'have'} ended without it. Every rank must make "
@@ -151,13 +156,17 @@ class Peers:
 
     def without(self, failed: int, reason: str, ranks: Sequence[int], doing: str) -> CommError:
         """Returns the error of an exchange that cannot be, since a rank's step has failed."""
-        others = [rank for rank in ranks if rank != self._rank]
+        others = self.others(ranks)
         return CommError(
             f"rank {self._rank}: {doing} {_listed(others)} cannot complete: the step has failed on "
             f"rank {failed}: {reason}",
             rank=self._rank,
             missing_ranks=[failed],
         )
+
+    def others(self, ranks: Sequence[int]) -> list[int]:
+        """Returns those of ``ranks`` that are not this process."""
+        return [rank for rank in ranks if rank != self._rank]
 
     def _ended(self, ranks: Sequence[int]) -> bool:
         return "ended" in absent(self._presences, ranks).values()
@@ -178,6 +187,10 @@ class Blaming:
         self._peers = peers
         self.ranks = ranks
         self._doing = doing
+
+    def words(self) -> str:
+        """Returns what is done, and with whom."""
+        return f"{self._doing} {_listed(self._peers.others(self.ranks))}"
 
     def departed(self, gone: Sequence[int]) -> CommError:
         """See ``Peers.departed``."""

@@ -44,6 +44,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
 from smdistributed.modelparallel.common.search.measurement import Wanted
 from smdistributed.modelparallel.common.topology import Topology
+from smdistributed.modelparallel.common.whereabouts import Activity, telling
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
@@ -206,6 +207,12 @@ class TorchRuntime(Runtime):
             self._memory_of_pipeline,
         )
 
+    def activities(self) -> list[Activity]:
+        """Returns what the library does in this process at present; for any thread."""
+        links: Links | None = vars(self).get("links")  # asking shall not make it
+        at = [] if links is None else links.activities()
+        return [*at, *self.communicator.activities(), *self.peers.activities()]
+
     def _memory_of_pipeline(self) -> MakeMemory | None:
         group = self.process_groups[CommGroup.PP_GROUP]
         members = self.topology.members(CommGroup.PP_GROUP, self.rank)
@@ -326,6 +333,7 @@ def start(
         )
         communicator.before_calls(runtime.published.note_call)
     runtime.replacements.enter_context(explaining(peers.explained))
+    runtime.replacements.enter_context(telling(runtime.activities))
     slot.fill(runtime)
     if transport.size > 1:
         runtime.departures.start()
