@@ -92,18 +92,28 @@ def test_ranks_are_spread_over_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text("value = 5\n")
     script = tmp_path / "train.py"
     script.write_text(
-        "import os, socket, sys, helper\n"
+        "import os, socket, subprocess, sys, helper\n"
         "from mpi4py import MPI\n"
         "world = MPI.COMM_WORLD\n"
         "local = os.environ['OMPI_COMM_WORLD_LOCAL_RANK']\n"
         "total = world.allreduce(world.rank)\n"
         "print(socket.gethostname(), local, total, os.environ['SM_HP_MP_PARAMETERS'],\n"
         "      os.environ['SMP_X'], sys.argv[1:])\n"
+        "if world.rank == 0:\n"
+        "    words = open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()\n"
+        "    launcher = 'smdistributed.modelparallel.common.launcher'\n"
+        "    asked = [sys.executable, '-m', launcher, '--status', words[1]]\n"
+        "    subprocess.run(asked, check=True, stdout=sys.stderr)\n"
+        "world.barrier()\n"
     )
     words = ["--set", "ddp=True", "--mpi-args", "-x SMP_X=1", str(script), "a b"]
     done = hosts.smprun(words, tmp_path)
     assert done.returncode == 0, done.stderr
     here, there = os.uname().nodename, hosts.names[1]
+    at = "train.py:13 in <module>: world.barrier()"
+    told = [line.removeprefix("[0] ") for line in done.stderr.splitlines()]
+    assert told[0].startswith(f"rank 0 ({here}): "), done.stderr
+    assert told[1] == f"ranks 1-3 ({here}, {there}): {at}"
     rest = "6 {\"ddp\": true} 1 ['a b']"
     assert sorted(done.stdout.splitlines()) == [
         f"[0] {here} 0 {rest}",

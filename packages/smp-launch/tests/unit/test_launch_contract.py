@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.launcher.gpus import usable_gpus
 from smdistributed.modelparallel.launch.job import contract
 from smdistributed.modelparallel.launch.job.commands import commands_of
 from smdistributed.modelparallel.launch.job.folder import JobFolder
@@ -105,7 +106,7 @@ def test_gpus_are_those_that_processes_may_use(
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert contract.usable_gpus(environ, tmp_path) == wanted
+    assert usable_gpus(environ, tmp_path) == wanted
 
 
 def test_hosts_that_are_parts_of_a_machine_share_its_gpus_out(folder: JobFolder) -> None:

@@ -16,7 +16,9 @@ status         tells where the ranks are
 listening      the signals by which ranks are asked
 ending         asks ranks to end, and gives them time
 bootstrap      what each rank runs
-fork_client    starts the process whose copies are the ranks, where that is asked for
+copies         decides whether ranks are copies of one process
+gpus           tells which GPUs a host has
+fork_client    starts the process whose copies are the ranks
 fork_server    what that process does
 stand_in       what mpirun starts then, in the place of each rank
 """

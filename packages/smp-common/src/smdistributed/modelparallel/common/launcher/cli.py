@@ -14,6 +14,7 @@ from pathlib import Path
 from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import (
+    copies,
     dry_run,
     job,
     plan,
@@ -28,7 +29,6 @@ from smdistributed.modelparallel.common.launcher.command import (
     job_environment,
 )
 from smdistributed.modelparallel.common.launcher.first_failure import Verdict
-from smdistributed.modelparallel.common.launcher.fork_client import ForkServer
 from smdistributed.modelparallel.common.launcher.framework import guess
 from smdistributed.modelparallel.common.launcher.hosts import (
     LOCAL_HOST,
@@ -44,15 +44,8 @@ from smdistributed.modelparallel.common.search.devices import DEVICES
 
 _USAGE_EXIT_CODE = 2
 _BROKEN_PIPE_EXIT_CODE = 141
-_FLAGS = ("-h", "--help", "--dry-run", "--fork")
-#: What ``--fork`` imports once.
-_IMPORTED = {
-    "pytorch": (
-        "smdistributed.modelparallel.torch",
-        "smdistributed.modelparallel.torch.runtime.preload",
-    ),
-    "tensorflow": ("smdistributed.modelparallel.tensorflow",),
-}
+_COPIES = "; copies of one that has imported the framework (--no-fork: each imports it itself)"
+_FLAGS = ("-h", "--help", "--dry-run", "--fork", "--no-fork")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -130,14 +123,15 @@ def _run(argv: list[str]) -> int:
     )
     framework = arguments.framework or guess(program)
     config, doubt = settings.check(framework, environ, num_ranks, _per_host(hosts))
+    copied = not arguments.fork_from and copies.are_wanted(
+        arguments.fork, hosts, program, environ, num_cores
+    )
+    if copied and arguments.fork is None:
+        remark = f"{remark or f'{num_ranks} processes on {num_cores} cores'}{_COPIES}"
     for text in (remark, doubt and f"warning: {doubt}"):
         if text:
             _say(text)
 
-    if arguments.fork and len(hosts) > 1:
-        raise ConfigError(
-            f"--fork copies a process of this host; received {len(hosts)} hosts: leave it out."
-        )
     described = Job(hosts, options, program, environ, arguments.fork_from)
     mpirun = find_mpirun()
 
@@ -145,25 +139,20 @@ def _run(argv: list[str]) -> int:
         return build_command(started, mpirun, as_root=os.geteuid() == 0, num_cores=num_cores)
 
     if arguments.dry_run:
-        dry_run.show(hosts, config, merged.sources, command_of(described))
+        shown = replace(described, copied_from="ADDRESS") if copied else described
+        dry_run.show(hosts, config, merged.sources, command_of(shown))
         return 0
     limits = job.Limits(arguments.timeout, arguments.grace)
 
     def attempt(variables: Mapping[str, str]) -> Verdict:
         started = replace(described, environ={**environ, **variables})
         with contextlib.ExitStack() as stack:
-            # Each attempt has a process of its own to copy: that one may be what was lost.
-            if arguments.fork:
-                server = stack.enter_context(_to_copy(started, framework))
-                started = replace(started, copied_from=server.address)
+            if copied:
+                source = copies.of_one_process(started, framework, is_asked=bool(arguments.fork))
+                started = stack.enter_context(source)
             return job.run(command_of(started), started.environ, host_of_ranks(hosts), limits)
 
     return restarts.run(attempt, arguments.restarts)
-
-
-def _to_copy(started: Job, framework: str) -> ForkServer:
-    exports = {k: text for k, text in started.options.exports.items() if text is not None}
-    return ForkServer(_IMPORTED[framework], {**started.environ, **exports})
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -218,9 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add(
         "--fork",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
         help="import the library and its framework once, and start each process as a copy; on one "
-        "host, for many processes on few cores",
+        "host (default: where that has fewer cores than processes, and no GPU)",
     )
     # For tests, which keep such a process.
     add("--fork-from", default="", help=argparse.SUPPRESS)

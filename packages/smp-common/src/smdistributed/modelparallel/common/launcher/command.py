@@ -29,7 +29,7 @@ _THREADS_VARIABLE = "OMP_NUM_THREADS"
 #: Rich's: whether control sequences of a terminal are understood.
 _TERMINAL_VARIABLE = "TTY_COMPATIBLE"
 #: Python's: with one value a set of texts has one order in all processes.
-_HASH_VARIABLE = "PYTHONHASHSEED"
+HASH_VARIABLE = "PYTHONHASHSEED"
 #: torchrun's: how often the job was started again so far, and how often it may be.
 RESTART_COUNT_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 MAX_RESTARTS_VARIABLE = "TORCHELASTIC_MAX_RESTARTS"
@@ -37,7 +37,7 @@ EXPORTED = (
     *("SM_*", "SMP_*", "SMDDP_*", "NCCL_*", "FI_*", "PYTHONPATH"),
     _THREADS_VARIABLE,
     _TERMINAL_VARIABLE,
-    _HASH_VARIABLE,
+    HASH_VARIABLE,
     RESTART_COUNT_VARIABLE,
     MAX_RESTARTS_VARIABLE,
 )
@@ -137,7 +137,7 @@ def job_environment(
     environment = {**environ, RECORDS_VARIABLE: str(RELAY_SECONDS)}
     # By its name only on the command line, which others can read.
     environment.setdefault(SECRET_VARIABLE, secrets.token_hex(32))
-    environment.setdefault(_HASH_VARIABLE, "0")
+    environment.setdefault(HASH_VARIABLE, "0")
     if not is_terminal:
         environment.setdefault(_TERMINAL_VARIABLE, "0")
     most = max(host.slots or 0 for host in hosts)

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.launcher.fork_server import REQUEST_BYTES, Request
 
-#: Not with -m: the classes of requests would be others there than here.
-_SERVER = "import sys; sys.path += {}; from {} import main; kept = main()"
+#: Not with -m: the classes of requests would be others there than here. What lies in the present
+#: folder is not what is imported.
+_SERVER = "import sys; del sys.path[0]; sys.path += {}; from {} import main; kept = main()"
 _MOST_WAITING = 4096
 
 

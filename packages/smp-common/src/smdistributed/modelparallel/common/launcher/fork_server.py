@@ -289,6 +289,7 @@ def main() -> object:
         raise RuntimeError(
             f"importing {', '.join(sys.argv[3:])} started threads: no copy has them."
         )
+    sys.path.insert(0, "")  # as Python has it; a script puts its own folder there
     link.send(b"r")
     request = _Server(link, door).serve()
     if request is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from smdistributed.modelparallel.common.config import Framework
@@ -31,15 +31,24 @@ def guess(program: Sequence[str]) -> Framework:
     """
     imported = set(_imports(program))
     for signs in _SIGNS:
-        found = [
-            framework
-            for framework, sign in signs.items()
-            if any(name == sign or name.startswith(f"{sign}.") for name in imported)
-        ]
-        if len(found) == 1:
-            return found[0]
+        if found := _one_of(signs, imported):
+            return found
     installed = [framework for framework, package in _OWN.items() if _is_installed(package)]
     return installed[0] if len(installed) == 1 else "pytorch"
+
+
+def of_own_import(program: Sequence[str]) -> Framework | None:
+    """Returns the framework of which a program imports the package of this library, if of one."""
+    return _one_of(_OWN, set(_imports(program)))
+
+
+def _one_of(signs: Mapping[Framework, str], imported: Collection[str]) -> Framework | None:
+    found = [
+        framework
+        for framework, sign in signs.items()
+        if any(name == sign or name.startswith(f"{sign}.") for name in imported)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _imports(program: Sequence[str]) -> Iterator[str]:

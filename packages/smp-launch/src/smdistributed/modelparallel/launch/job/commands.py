@@ -13,6 +13,7 @@ from typing import Any
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.common.launcher.bootstrap import HOSTS_VARIABLE
+from smdistributed.modelparallel.common.launcher.gpus import usable_gpus
 from smdistributed.modelparallel.launch import channels
 from smdistributed.modelparallel.launch.job import clusters, contract, feeding, warden
 from smdistributed.modelparallel.launch.job.folder import JobFolder
@@ -67,7 +68,7 @@ def commands_of(
     own_starter, words = _what_runs(folder, values)
     count = request.resource_config.instance_count
     nodes = _nodes(count, environ)
-    gpus = contract.usable_gpus(environ)
+    gpus = usable_gpus(environ)
     hosts = contract.hosts(count, gpus, share_a_machine=not nodes[0])
     commands = _feeders(folder, request, nodes, environ)
     meeting = clusters.meeting_point(nodes) if names.DRIVER in values else {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.launcher.gpus import usable_gpus
 from smdistributed.modelparallel.launch.channels.file import is_dealt
 from smdistributed.modelparallel.launch.job import trainer
 from smdistributed.modelparallel.launch.job.folder import JobFolder
@@ -83,18 +84,6 @@ def check_machine(kind: str) -> None:
             "instance_type 'local_gpu' needs a GPU that processes may use; this machine has none: "
             "use 'local'."
         )
-
-
-def usable_gpus(
-    environ: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
-) -> tuple[str, ...]:
-    """Returns the GPUs that processes may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        words = (word.strip() for word in visible.split(","))
-        return tuple(word for word in words if word not in ("", "-1"))
-    found = (path.name[6:] for path in devices.glob("nvidia*"))
-    return tuple(sorted((word for word in found if word.isdecimal()), key=int))
 
 
 def values(folder: JobFolder, request: TrainingJob) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import slurm
+from smdistributed.modelparallel.common.launcher.gpus import usable_gpus
 from smdistributed.modelparallel.launch.channels import file as file_channels
 from smdistributed.modelparallel.launch.channels import pipe
 from smdistributed.modelparallel.launch.job import (
@@ -115,7 +116,7 @@ class Supervisor:
         values = contract.values(self._folder, self._request)
         self._fetch_code(str(values.get(names.SUBMIT_DIRECTORY, "")))
         count = self._request.resource_config.instance_count
-        host, *_ = contract.hosts(count, contract.usable_gpus(), share_a_machine=True)
+        host, *_ = contract.hosts(count, usable_gpus(), share_a_machine=True)
         for name, content in contract.config_files(self._given, host).items():
             (self._folder.config / name).write_text(json.dumps(content), encoding="utf-8")
         for channel in self._request.input_data_config:
