@@ -41,11 +41,16 @@ estimator = PyTorch(
     debugger_hook_config=False,
     output_path=f"s3://{bucket}/out",
     rules=[Rule.sagemaker(rule_configs.overfit())],
-    metric_definitions=[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}],
+    metric_definitions=[
+        {"Name": "loss", "Regex": "loss: ([0-9.]+)"},
+        {"Name": "base_metric", "Regex": "<><><><><><>"},
+    ],
     distribution={"mpi": {"enabled": False}},
 )
 estimator.fit({"train": sagemaker.inputs.TrainingInput(data)})
 name = estimator.latest_training_job.name
+assert name == estimator._current_job_name
+assert "pytorch-training:1.8.1" in estimator.training_image_uri()
 again = PyTorch.attach(name)
 assert again.model_data == estimator.model_data == f"s3://{bucket}/out/{name}/output/model.tar.gz"
 print("GOT", S3Downloader.download(again.model_data, "got"), S3Downloader.list(f"s3://{bucket}/out"))

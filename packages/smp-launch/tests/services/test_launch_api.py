@@ -68,7 +68,7 @@ estimator = PyTorch(
     entry_point="train.py",
     source_dir="code",
     role=role,
-    instance_type="ml.p3.16xlarge",
+    instance_type="ml.p3.8xlarge",
     instance_count=1,
     sagemaker_session=session,
     framework_version="1.12.0",
@@ -79,12 +79,16 @@ estimator = PyTorch(
         },
         "mpi": {
             "enabled": True,
-            "processes_per_host": 2,
+            "process_per_host": 4,  # as a published notebook has it: it is one a GPU of the type
             "custom_mpi_options": "--mca btl_vader_single_copy_mechanism none -x NCCL_DEBUG=WARN",
         },
     },
     hyperparameters={"steps": 3},
-    metric_definitions=[{"Name": "loss", "Regex": "loss: ([0-9.]+)"}],
+    metric_definitions=[
+        {"Name": "loss", "Regex": "loss: ([0-9.]+)"},
+        {"Name": "base_metric", "Regex": "<><><><><><>"},
+    ],
+    output_path=f"s3://sagemaker-{boto_session.region_name}-{account}/out",
     debugger_hook_config=False,
     disable_profiler=True,
     base_job_name="smp-demo",
@@ -148,12 +152,12 @@ def test_a_notebook_with_the_unmodified_sdk(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     # The SDK colours what it shows of the log.
-    assert "[0] step 2 loss: 5" in done.stdout
+    assert "[0] step 2 loss: 14" in done.stdout
     assert 'files [\'a.txt\'] {"microbatches": 4, "partitions": 2}' in done.stdout
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line[:5].isupper())
     assert said["ROLE"] == "arn:aws:iam::123456789012:role/local"
     assert said["STEPS"] == "3"
-    assert said["METRIC"] == "5.0"
+    assert said["METRIC"] == "14.0"
     assert said["LISTED"] == "True"
     assert said["ARCHIVE"] == "['weights']"
     assert "lists ['a.txt']" in done.stdout

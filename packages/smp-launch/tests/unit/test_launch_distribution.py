@@ -90,6 +90,13 @@ def test_torchrun_starts_model_parallelism_too() -> None:
             read({"torch_distributed": {"enabled": True, "processes_per_host": wrong}})
 
 
+def test_the_number_of_processes_has_a_second_spelling_and_a_default() -> None:
+    also = {"enabled": True, "process_per_host": 2}
+    assert read({"mpi": also}) == read({"mpi": {"enabled": True, "processes_per_host": 2}})
+    # What is not given those who run the job decide: one a GPU.
+    assert "sagemaker_mpi_num_of_processes_per_host" not in read({"mpi": {"enabled": True}})
+
+
 @pytest.mark.parametrize("given", [None, {}, {"mpi": {"enabled": False}}])
 def test_nothing_is_handed_on(given: Any) -> None:
     assert read(given) == {}

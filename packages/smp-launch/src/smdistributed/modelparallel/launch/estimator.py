@@ -92,6 +92,8 @@ class EstimatorBase(Deployable):
         self.dependencies = list(self.dependencies or ())
         self.jobs: list[TrainingJob] = []
         self.latest_training_job: TrainingJob | None = None
+        #: Compatibility: notebooks read it, in place of the name of the latest job.
+        self._current_job_name: str | None = None
         self._check()
 
     def set_hyperparameters(self, **values: Any) -> None:
@@ -134,7 +136,7 @@ class EstimatorBase(Deployable):
                 "run_tensorboard_locally must come with wait; got wait=False: leave out one of "
                 "them."
             )
-        name = job_name or self._new_name()
+        self._current_job_name = name = job_name or self._new_name()
         with self._code() as code:
             request = self._request(name, inputs, code)
             if experiment_config:
@@ -175,6 +177,10 @@ class EstimatorBase(Deployable):
         if not before.is_final:
             estimator.latest_training_job.wait()
         return estimator
+
+    def training_image_uri(self, region: str | None = None) -> str:
+        """Returns the image that names framework and version; ``region`` is not looked at."""
+        return self._image()
 
     def logs(self) -> None:
         """Shows the log of the latest job."""

@@ -230,7 +230,7 @@ def _recognise(
     for key, value in raw.items():
         name = known.get(key) if isinstance(key, str) else None
         if name is None:
-            if origin == "init" and isinstance(key, str) and key.startswith("_"):
+            if isinstance(key, str) and key.startswith("_"):
                 _log.info("%s is accepted and has no effect", key)
             else:
                 problems.append(unknown_key(key, own))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -27,6 +28,8 @@ from smdistributed.modelparallel.launch.storage.places import OBJECT_STORE, make
 _REGION = "us-east-1"
 _PARTITION = "aws"
 _READS = ("GET", "HEAD")
+#: The bucket that the SDK makes for an account: notebooks spell its name, and rely on it.
+_SDKS_DEFAULT = re.compile(rf"sagemaker-[a-z0-9-]+-{DEFAULT_ACCOUNT_ID}")
 _PIECE_BYTES = 1 << 20
 
 
@@ -116,6 +119,8 @@ class Store:
                     self._keep(bucket, name, is_deleted=True)
 
     def _see_bucket(self, name: str) -> None:
+        if _SDKS_DEFAULT.fullmatch(name):
+            make_private(self._folder / name)
         if name in self._index.buckets or not (self._folder / name).is_dir():
             return
         try:

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.launch import channels
 from smdistributed.modelparallel.launch.job import clusters, contract, feeding, warden
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.request import hyperparameters as names
+from smdistributed.modelparallel.launch.request import machines
 from smdistributed.modelparallel.launch.request.document import TrainingJob
 from smdistributed.modelparallel.launch.request.naming import parse_image
 
@@ -146,7 +147,9 @@ def _smprun(
     request: TrainingJob,
     grace_seconds: float,
 ) -> tuple[str, ...]:
-    each = values.get(names.MPI_PROCESSES, 1) or max(1, hosts[0].num_gpus)
+    # By default one a GPU, of this machine or else of the type, as the service's toolkit has it.
+    gpus = hosts[0].num_gpus or machines.num_gpus(request.resource_config.instance_type)
+    each = values.get(names.MPI_PROCESSES) or gpus or 1
     num_ranks = len(hosts) * int(each)
     image = parse_image(request.algorithm_specification.training_image or "")
     options = [f"--framework={image.framework or 'pytorch'}", f"--grace={grace_seconds:g}"]

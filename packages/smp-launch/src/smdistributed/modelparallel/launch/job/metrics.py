@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ Compiled = list[tuple[str, re.Pattern[str]]]
 
 
 def compiled(definitions: Iterable[Metric]) -> Compiled:
-    """Compiles the expressions.
+    """Compiles the expressions; one without a group for the number warns, and gives none.
+
+    Published notebooks have such a metric.
 
     Raises:
-        ConfigError: one is not well formed, or has no group for the number.
+        ConfigError: one is not well formed.
     """
     found = []
     for definition in definitions:
@@ -33,10 +36,12 @@ def compiled(definitions: Iterable[Metric]) -> Compiled:
                 f"metric {definition.name}: {definition.regex!r} is no regular expression: {error}."
             ) from None
         if pattern.groups < 1:
-            raise ConfigError(
-                f"metric {definition.name}: the expression must have a group for the number; got "
-                f"{definition.regex!r}: write it as 'loss: ([0-9.]+)'."
+            warnings.warn(
+                f"metric {definition.name} gives no number, since its expression has no group for "
+                f"one; got {definition.regex!r}: write it as 'loss: ([0-9.]+)'.",
+                stacklevel=2,
             )
+            continue
         found.append((definition.name, pattern))
     return found
 

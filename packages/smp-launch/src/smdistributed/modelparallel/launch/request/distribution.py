@@ -17,6 +17,8 @@ from smdistributed.modelparallel.common.launcher import mpi_options, settings
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
 
+#: How else the second of these is spelled.
+_ALSO = "process_per_host"
 _MPI_KEYS = ("enabled", "processes_per_host", "custom_mpi_options")
 #: Ways to start the processes beside MPI: the hyperparameter that asks for each, and whose it is.
 _STARTERS: dict[str, tuple[str, Framework]] = {
@@ -48,6 +50,7 @@ def read(
         raise ConfigError("\n".join(unknown_key(key, _KINDS, "distribution.") for key in unknown))
     if given.get("instance_groups"):
         raise UnsupportedError("distribution.instance_groups is not offered: all hosts are one.")
+    given = _as_documented(given)
     problems: list[str] = []
     distributed = given.get("smdistributed")
     _refuse_data_parallel_alone(distributed)
@@ -67,15 +70,16 @@ def read(
     if starter is not None:
         written, processes = _started_otherwise(starter, given[starter], instance_type)
     elif mpi.get("enabled"):
-        processes = int(mpi.get("processes_per_host", 1))
+        processes = int(mpi.get("processes_per_host") or machines.num_gpus(instance_type) or 1)
         _check_devices(processes, instance_type)
         options = mpi.get("custom_mpi_options") or ""
         mpi_options.translate(options)
         written = {
             names.MPI_ENABLED: True,
-            names.MPI_PROCESSES: processes,
             names.MPI_OPTIONS: options,
         }
+        if mpi.get("processes_per_host"):
+            written[names.MPI_PROCESSES] = processes
     else:
         return {}
     if parameters:
@@ -90,6 +94,19 @@ def read(
         written[names.DATA_PARALLEL] = False
         written[names.INSTANCE_TYPE] = instance_type
     return written
+
+
+def _as_documented(given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a strategy with ``mpi.processes_per_host`` under that name.
+
+    Compatibility: the documentation of the service, and a notebook that it publishes, also spell it
+    ``process_per_host``.
+    """
+    mpi = given.get("mpi")
+    if not isinstance(mpi, Mapping) or _ALSO not in mpi or "processes_per_host" in mpi:
+        return given
+    renamed = {"processes_per_host" if key == _ALSO else key: value for key, value in mpi.items()}
+    return {**given, "mpi": renamed}
 
 
 def check_world(values: Mapping[str, Any], framework: Framework, instance_count: int) -> None:
@@ -110,9 +127,7 @@ def check_world(values: Mapping[str, Any], framework: Framework, instance_count:
     is_joined = values.get(names.MPI_ENABLED)
     has_starter = any(values.get(name) for name, _ in _STARTERS.values())
     if is_joined or has_starter:
-        processes = (
-            values.get(names.MPI_PROCESSES, 1) if is_joined else values.get(names.TORCH_PROCESSES)
-        )
+        processes = values.get(names.MPI_PROCESSES if is_joined else names.TORCH_PROCESSES)
         # Else it is one for each GPU, which those who run the job know.
         if processes:
             settings.check(framework, variables, int(processes) * instance_count, int(processes))
