@@ -22,11 +22,12 @@ from rich.console import Console
 from rich.table import Table
 
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
-from smdistributed.modelparallel.common.launcher import plan
+from smdistributed.modelparallel.common.launcher import plan, settings
 from smdistributed.modelparallel.launch import names, notebooks
 from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
 from smdistributed.modelparallel.launch.job import folder, whereabouts
 from smdistributed.modelparallel.launch.job.status import Status
+from smdistributed.modelparallel.launch.request import kubernetes
 from smdistributed.modelparallel.launch.session import Session
 from smdistributed.modelparallel.launch.storage import places
 from smdistributed.modelparallel.launch.storage.places import JOBS_VARIABLE
@@ -82,6 +83,24 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         if name == "logs":
             command.add_argument("-f", "--follow", action="store_true")
+    rendering = commands.add_parser(
+        "manifest", help="print a job as a TrainJob of Kubeflow's trainer, for Kubernetes"
+    )
+    rendering.add_argument("--image", required=True, help="with Python, PyTorch and smp-torch")
+    rendering.add_argument("--name", default="", help="of the job (default: the script's)")
+    rendering.add_argument("--nodes", type=int, default=1, help="pods (default 1)")
+    rendering.add_argument("--processes", type=int, default=1, help="of each pod (default 1)")
+    rendering.add_argument("--gpus", type=int, help="of each pod (default: one a process)")
+    rendering.add_argument("--runtime", default="torch-distributed", help="of the cluster")
+    for option, form, text in (
+        ("--set", "KEY=VALUE", "one parameter of the library"),
+        ("--env", "NAME=VALUE", "a variable of the job"),
+        ("--volume", "CLAIM:/PLACE", "a claim of a volume, and where it is mounted"),
+    ):
+        rendering.add_argument(option, action="append", default=[], metavar=form, help=text)
+    rendering.add_argument("program", metavar="SCRIPT")
+    rendering.add_argument("arguments", nargs=argparse.REMAINDER)
+    rendering.set_defaults(run=_manifest)
     submitting = commands.add_parser("submit", help="start a job that a JSON document describes")
     submitting.add_argument("document", metavar="FILE")
     submitting.set_defaults(run=_submit)
@@ -194,6 +213,22 @@ def _submit(session: Session, arguments: argparse.Namespace) -> None:
     if not isinstance(request, dict):
         raise ConfigError(f"{arguments.document} must have a JSON object: the request of a job.")
     print(session.start(request).name)
+
+
+def _manifest(_: Session, given: argparse.Namespace) -> None:
+    manifest = kubernetes.Manifest(
+        program=(given.program, *given.arguments),
+        image=given.image,
+        name=given.name,
+        nodes=given.nodes,
+        processes=given.processes,
+        gpus=given.gpus,
+        runtime=given.runtime,
+        parameters=dict(settings.parse_setting(text) for text in given.set),
+        environ=kubernetes.pairs(given.env, "=", "--env"),
+        volumes=kubernetes.pairs(given.volume, ":", "--volume"),
+    )
+    sys.stdout.write(manifest.text())
 
 
 def _endpoints(session: Session, _: argparse.Namespace) -> None:

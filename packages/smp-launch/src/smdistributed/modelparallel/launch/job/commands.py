@@ -148,7 +148,7 @@ def _smprun(
     grace_seconds: float,
 ) -> tuple[str, ...]:
     # By default one a GPU, of this machine or else of the type, as the service's toolkit has it.
-    gpus = hosts[0].num_gpus or machines.num_gpus(request.resource_config.instance_type)
+    gpus = hosts[0].num_gpus or machines.num_gpus(request.resource_config.instance_type or "")
     each = values.get(names.MPI_PROCESSES) or gpus or 1
     num_ranks = len(hosts) * int(each)
     image = parse_image(request.algorithm_specification.training_image or "")
