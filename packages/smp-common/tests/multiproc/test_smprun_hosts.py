@@ -1,91 +1,37 @@
-"""Two hosts, played by two network namespaces of this one; a script stands in for ssh."""
+"""``smprun`` on two hosts."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from smdistributed.modelparallel.common.testing.two_hosts import Hosts, NoHostsError, two_hosts
+
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 
 LIMIT_SECONDS = 60
-#: mpirun calls it as ssh: a host, then words of shell. Each host has a name of its own.
-AGENT = """#!/bin/sh
-case "$1" in
-  {other}) namespace={namespace} ;;
-  *) echo "unknown host $1" >&2; exit 255 ;;
-esac
-shift
-exec ip netns exec "$namespace" unshare --uts \
-    sh -c 'hostname {namespace}; env -i PATH="$PATH" HOME="$HOME" sh -c "$0"' "$*"
-"""
 
 
-@dataclass(frozen=True)
-class Hosts:
-    """Two hosts; smprun is started on the first."""
-
-    names: tuple[str, str]
-    addresses: tuple[str, str]
-    agent: Path
-
-    def smprun(self, words: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
-        first, second = self.addresses
-        launcher = ["-m", "smdistributed.modelparallel.common.launcher"]
-        own = ["-n", "4", "--hosts", f"{first}:2,{second}:2"]
-        # By its name: what follows a space in its path mpirun would take for a word of its own.
-        mpi = f"-mca plm_rsh_agent {self.agent.name} -mca btl_tcp_if_include {first}/24"
-        path = os.pathsep.join((str(self.agent.parent), os.environ["PATH"]))
-        smprun = [sys.executable, *launcher, *own, "--mpi-args", mpi, *words]
-        return subprocess.run(
-            ["ip", "netns", "exec", self.names[0], *smprun],
-            cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PATH": path},
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_SECONDS,
-            check=False,
-        )
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
+def smprun(hosts: Hosts, words: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    first, second = hosts.addresses
+    launcher = ["-m", "smdistributed.modelparallel.common.launcher"]
+    own = ["-n", "4", "--hosts", f"{first}:2,{second}:2", "--mpi-args", hosts.mpi_options]
+    return hosts.run([sys.executable, *launcher, *own, *words], directory, LIMIT_SECONDS)
 
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    if shutil.which("ip") is None:
-        pytest.skip("needs iproute2 (ip), to make network namespaces")
-    # Namespaces and links are the machine's: names must not meet those of another run.
-    mark = f"{os.getpid() % 100000}"
-    names = (f"smpa{mark}", f"smpb{mark}")
-    addresses = ("10.231.7.1", "10.231.7.2")
     try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"network namespaces cannot be made here: {error.stderr.decode().strip()}")
-        ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
-        for name, address in zip(names, addresses, strict=True):
-            ip("link", "set", name, "netns", name)
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
-            ip("-n", name, "link", "set", name, "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        agent = tmp_path / "agent"
-        agent.write_text(AGENT.format(other=addresses[1], namespace=names[1]))
-        agent.chmod(0o755)
-        yield Hosts(names, addresses, agent)
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        with two_hosts(tmp_path) as made:
+            yield made
+    except NoHostsError as error:
+        pytest.skip(str(error))
 
 
 def test_ranks_are_spread_over_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -107,7 +53,7 @@ def test_ranks_are_spread_over_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
         "world.barrier()\n"
     )
     words = ["--set", "ddp=True", "--mpi-args", "-x SMP_X=1", str(script), "a b"]
-    done = hosts.smprun(words, tmp_path)
+    done = smprun(hosts, words, tmp_path)
     assert done.returncode == 0, done.stderr
     here, there = os.uname().nodename, hosts.names[1]
     at = "train.py:13 in <module>: world.barrier()"
@@ -144,7 +90,7 @@ def test_a_failure_on_the_other_host_ends_everything(
         "MPI.COMM_WORLD.recv(source=3)\n"
     )
     started = time.monotonic()
-    done = hosts.smprun([str(script)], tmp_path)
+    done = smprun(hosts, [str(script)], tmp_path)
     assert done.returncode == code, done.stderr
     assert time.monotonic() - started < 25
     last = done.stderr.splitlines()[-1]
@@ -161,7 +107,7 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     hosts.agent.write_text("#!/bin/sh\nexit 255\n")
-    done = hosts.smprun([str(script)], tmp_path)
+    done = smprun(hosts, [str(script)], tmp_path)
     assert done.returncode != 0
     assert hosts.addresses[1] in done.stdout + done.stderr  # mpirun explains
     assert done.stderr.splitlines()[-1].startswith("smprun: mpirun ended with exit code")
@@ -180,7 +126,7 @@ def test_a_host_that_is_lost_is_told_and_the_job_starts_again(hosts: Hosts, tmp_
         "    os.kill(os.getppid(), signal.SIGKILL)  # what mpirun has started there\n"
         "world.barrier()\n"
     )
-    done = hosts.smprun(["--restarts", "1", str(script)], tmp_path)
+    done = smprun(hosts, ["--restarts", "1", str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
     shown = [f"[{rank}] attempt {attempt}" for rank in range(4) for attempt in range(2)]
     assert sorted(done.stdout.splitlines()) == shown

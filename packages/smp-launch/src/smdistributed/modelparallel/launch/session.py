@@ -20,7 +20,16 @@ from smdistributed.modelparallel.launch.backends.local import LocalBackend
 from smdistributed.modelparallel.launch.backends.slurm import SlurmBackend
 from smdistributed.modelparallel.launch.channels import file as file_channels
 from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
-from smdistributed.modelparallel.launch.job import contract, folder, logs, metrics, status, trainer
+from smdistributed.modelparallel.launch.job import (
+    contract,
+    feeding,
+    folder,
+    logs,
+    metrics,
+    nodes,
+    status,
+    trainer,
+)
 from smdistributed.modelparallel.launch.job.code import Code
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
@@ -185,6 +194,12 @@ class Session:
             )
         contract.check_machine(hosts.instance_type or machines.LOCAL)
         distribution.check_world(values, image.script_framework, hosts.instance_count)
+        nodes.check(
+            hosts.instance_count,
+            os.environ,
+            has_mpi=bool(values.get(names.MPI_ENABLED)),
+            has_pipes=bool(feeding.piped(job)),
+        )
         metrics.compiled(job.algorithm_specification.metric_definitions)
         for channel in job.input_data_config:
             mode = contract.mode_of(channel, job)

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.common.launcher import slurm
 from smdistributed.modelparallel.common.launcher.bootstrap import HOSTS_VARIABLE
 from smdistributed.modelparallel.common.launcher.gpus import usable_gpus
 from smdistributed.modelparallel.launch import channels
 from smdistributed.modelparallel.launch.job import clusters, contract, feeding, warden
 from smdistributed.modelparallel.launch.job.folder import JobFolder
+from smdistributed.modelparallel.launch.job.nodes import Nodes, nodes_of
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
 from smdistributed.modelparallel.launch.request.document import TrainingJob
@@ -68,21 +68,23 @@ def commands_of(
     values = contract.values(folder, request)
     own_starter, words = _what_runs(folder, values)
     count = request.resource_config.instance_count
-    nodes = _nodes(count, environ)
+    nodes = nodes_of(count, environ)
     gpus = usable_gpus(environ)
-    hosts = contract.hosts(count, gpus, share_a_machine=not nodes[0])
-    commands = _feeders(folder, request, nodes, environ)
-    meeting = clusters.meeting_point(nodes) if names.DRIVER in values else {}
+    hosts = contract.hosts(count, gpus, share_a_machine=nodes.are_here)
+    commands = _feeders(folder, request, nodes.names, environ)
+    meeting = clusters.meeting_point(nodes.names) if names.DRIVER in values else {}
     if values.get(names.MPI_ENABLED):
         launcher = _smprun(values, hosts, request, grace_seconds)
-        started = (sys.executable, *launcher, *words)
         own = {**_environ(folder, request, hosts[0], environ), **meeting}
         if others := contract.differing(folder, request, hosts):
             own[HOSTS_VARIABLE] = json.dumps(others)
+        if nodes.by_ssh:
+            launcher += _over_ssh(nodes, own, environ)
+        started = (sys.executable, *launcher, *words)
         ranks = Command(hosts[0].name, started, own, folder.code, _SMPRUN_SECONDS)
         return [*commands, ranks]
-    for role in clusters.roles(values, nodes, hosts[0].num_gpus):
-        host, node = hosts[role.host], nodes[role.host]
+    for role in clusters.roles(values, nodes.names, hosts[0].num_gpus):
+        host, node = hosts[role.host], nodes.names[role.host]
         own = {**_environ(folder, request, host, environ), **meeting, **role.variables}
         whole = (*_reach(node), *(own_starter or role.starter), *words)
         if not node:
@@ -105,10 +107,11 @@ def _feeders(
     return found
 
 
-def _nodes(count: int, environ: Mapping[str, str]) -> list[str]:
-    """Returns the node of each host; empty names where hosts are parts of this machine."""
-    nodes = slurm.allocated_hosts(environ, None) if count > 1 else ()
-    return [node.name for node in nodes] if len(nodes) == count else [""] * count
+def _over_ssh(nodes: Nodes, own: Mapping[str, str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns what has smprun reach other machines, and hand on what the job adds to variables."""
+    added = sorted(name for name, text in own.items() if environ.get(name) != text)
+    exported = " ".join(f"-x {name}" for name in added)
+    return (f"--hosts={','.join(nodes.names)}", f"--mpi-args={exported}")
 
 
 def _reach(node: str) -> tuple[str, ...]:

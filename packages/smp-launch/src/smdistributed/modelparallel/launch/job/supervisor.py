@@ -35,6 +35,7 @@ from smdistributed.modelparallel.launch.job.checkpoints import Keeper
 from smdistributed.modelparallel.launch.job.commands import Command, commands_of
 from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.metrics import Recorder
+from smdistributed.modelparallel.launch.job.nodes import nodes_of
 from smdistributed.modelparallel.launch.job.running import Outcome, Run
 from smdistributed.modelparallel.launch.job.status import Artifacts, Phase, State, Status
 from smdistributed.modelparallel.launch.request import hyperparameters as names
@@ -116,7 +117,9 @@ class Supervisor:
         values = contract.values(self._folder, self._request)
         self._fetch_code(str(values.get(names.SUBMIT_DIRECTORY, "")))
         count = self._request.resource_config.instance_count
-        host, *_ = contract.hosts(count, usable_gpus(), share_a_machine=True)
+        host, *_ = contract.hosts(
+            count, usable_gpus(), share_a_machine=nodes_of(count, os.environ).are_here
+        )
         for name, content in contract.config_files(self._given, host).items():
             (self._folder.config / name).write_text(json.dumps(content), encoding="utf-8")
         for channel in self._request.input_data_config:
@@ -178,8 +181,8 @@ class Supervisor:
 
     def _as_in_containers(self, commands: list[Command]) -> list[Command]:
         """Puts the folder, and names of hosts, where the script looks for them, if it can be."""
-        is_alone = not slurm.is_inside(os.environ)
         count = self._request.resource_config.instance_count
+        is_alone = not slurm.is_inside(os.environ) and nodes_of(count, os.environ).are_here
         aliases = contract.host_names(count) if is_alone and count > 1 else ()
         values = contract.values(self._folder, self._request)
         command = str(values.get(names.COMMAND, ""))
