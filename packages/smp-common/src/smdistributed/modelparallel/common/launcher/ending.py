@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 
 #: What a rank answers that has a handler of SIGTERM; smprun does not show it.
 HEARD = "\x1esmp-ending"
@@ -36,4 +37,6 @@ class EndRequest:
         if callable(signal.getsignal(signal.SIGTERM)):
             with contextlib.suppress(OSError):
                 os.write(2, f"{HEARD}\n".encode())
-        os.kill(os.getpid(), signal.SIGTERM)
+        # To the main thread, whose sleep it ends. One to the process the thread that listens may
+        # take itself, and the handler would run when the main thread wakes.
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
