@@ -73,7 +73,10 @@ def test_ranks_are_spread_over_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
     ("end", "code", "cause"),
     [
         ("raise ValueError('boom')", 1, "failed first: ValueError: boom (exit code 1)"),
-        ("sys.exit(7)", 7, "failed first: sys.exit(7) (exit code 7)"),
+        pytest.param(
+            *("sys.exit(7)", 7, "failed first: sys.exit(7) (exit code 7)"),
+            marks=pytest.mark.slow,  # the code of an exception comes by the same way
+        ),
         ("os.kill(os.getpid(), 9)", 137, "was killed by signal 9 (SIGKILL)"),
     ],
 )
