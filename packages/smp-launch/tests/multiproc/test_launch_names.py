@@ -116,7 +116,7 @@ except FailedStatusError as error:
 source = SourceCode(source_dir="code", entry_script="ranks.py")
 for word, make in {
     "SMP": lambda: ModelTrainer(
-        source_code=source, distributed=Torchrun(smp=SMP(expert_parallel_degree=2))
+        source_code=source, distributed=Torchrun(smp=SMP(allow_empty_shards=True))
     ).train(),
     "NAME": lambda: SourceCode(entry="ranks.py"),
     "FILE": lambda: ModelTrainer(source_code=SourceCode(source_dir="code", entry_script="x.py")),
@@ -193,7 +193,7 @@ def test_a_notebook_for_version_3_of_the_sdk_runs_as_it_is(folder: Path) -> None
     assert archive.startswith("s3://smp-launch/pytorch-training-job/pytorch-training-job-")
     assert said["OUTPUT"] == archive.replace("model.tar.gz", "output.tar.gz")
     assert "failed: AlgorithmError: algo-1: exit code 1" in said["FAILED"]
-    assert said["SMP"].startswith("SMP.expert_parallel_degree=2 is not offered: use ")
+    assert said["SMP"].startswith("SMP.allow_empty_shards=True is not offered: parameters ")
     assert said["NAME"] == "SourceCode.entry is not a known parameter."
     assert "SourceCode: x.py must be a file in source_dir; there is none at" in said["FILE"]
     assert said["NONE"].startswith("ModelTrainer needs source_code, a SourceCode")

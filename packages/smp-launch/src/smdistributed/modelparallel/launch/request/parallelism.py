@@ -18,14 +18,14 @@ from smdistributed.modelparallel.common.errors import ConfigError, UnsupportedEr
 #: Name there -> name here.
 _SAME = {
     "tensor_parallel_degree": "tensor_parallel_degree",
+    "context_parallel_degree": "context_parallel_degree",
+    "expert_parallel_degree": "expert_parallel_degree",
     "hybrid_shard_degree": "sharded_data_parallel_degree",
     "sm_activation_offloading": "offload_activations",
     "activation_loading_horizon": "activation_loading_horizon",
 }
 #: Without a counterpart: the value that asks for nothing, and the way out of others.
 _ABSENT: Mapping[str, tuple[Any, str]] = {
-    "context_parallel_degree": (1, "use tensor_parallel_degree or a pipeline"),
-    "expert_parallel_degree": (1, "use tensor_parallel_degree or a pipeline"),
     "allow_empty_shards": (False, "parameters that do not divide are sharded as they are"),
     "fsdp_cache_flush_warnings": (False, "leave it out"),
     "random_seed": (None, "call torch.manual_seed in the script"),
