@@ -327,6 +327,20 @@ def case_batches_that_differ() -> None:
         r"\(1, 4\) float32 on rank 0, of \(1, 4\) float64 on rank 1: let data depend on smp.dp"
     )
     expect(PartitionError, message, lambda: step(tf.ones([4, WIDTH], of_other_type)))
+    # Numbers are looked at when it runs; what rounding or NaN makes of them is no difference.
+    named = smp.step(lambda x, ids, texts: model(x) + 0.0 * tf.cast(ids[:, None], tf.float32))
+    ids, texts = tf.constant([1 << 40, 2, 3, 4], tf.int64), tf.constant(["a", "b", "c", "d"])
+    other = bool(smp.rank())
+    changed = {
+        "x": (tf.reverse(tf.range(4.0)[:, None] * ones(4), [0] if other else []), ids, texts),
+        "ids": (ones(4), ids + other, texts),
+        "texts": (ones(4), ids, tf.roll(texts, int(other), 0)),
+    }
+    for name, batch in changed.items():
+        message = f"{name} of <lambda> has other numbers on rank 1 than on rank 0"
+        expect(tf.errors.InvalidArgumentError, message, lambda given=batch: named(*given))
+    named((1.0 + 1e-6 * other) * ones(4), ids, texts)
+    assert np.isnan(step(np.nan * ones(4)).concat()).all()
     assert step(ones(4)).concat().shape == [4]
 
 

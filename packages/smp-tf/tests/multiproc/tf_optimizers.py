@@ -136,13 +136,16 @@ def _scale(optimizer: Any) -> float:
     return float(tf.convert_to_tensor(scale))
 
 
-def _compute(case: Case, model: Any, optimizer: Any, x: Any, y: Any) -> tuple[Any, Any]:
+def _compute(
+    case: Case, model: Any, optimizer: Any, x: Any, y: Any, share: float = 1.0
+) -> tuple[Any, Any]:
+    """Returns gradients of a loss, as a share of those of a batch, and the loss."""
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(y - model(x)))
         if _scales(optimizer):
             # Before it is built the scale of losses is a number, which the graph would keep.
             build_optimizer(optimizer, model.trainable_variables)
-        scaled = _scaled(optimizer, loss)
+        scaled = share * _scaled(optimizer, loss)
     ours = model.trainable_variables
     if case.gradients is not None:
         return case.gradients(tape, scaled, ours, optimizer), loss
@@ -199,14 +202,13 @@ def train_plainly(name: str) -> Outcome:
     model, optimizer = _model(tf.keras.Model, case.policy), case.optimizer()
     x, y = _batch()
     model(x)
-    compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b))
+    compute = tf.function(lambda a, b: _compute(case, model, optimizer, a, b, 1 / MICROBATCHES))
 
     def run() -> Any:
         parts = zip(tf.split(x, MICROBATCHES), tf.split(y, MICROBATCHES), strict=True)
         results = [compute(*part) for part in parts]
         gradients = [
-            tf.add_n([each / MICROBATCHES for each in group])
-            for group in zip(*(gradients for gradients, _ in results), strict=True)
+            tf.add_n(group) for group in zip(*(gradients for gradients, _ in results), strict=True)
         ]
         return gradients, tf.add_n([loss for _, loss in results]) / MICROBATCHES
 

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
-from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.errors import CommError, SMPError
 
 #: The variable by which smprun asks for failures on stderr as one line that a machine can read. Its
 #: value is how many seconds the process then stays.
@@ -143,18 +143,18 @@ def _shortened(text: str) -> str:
 
 
 #: What frameworks know of their own errors, see ``explaining``.
-_explanations: list[Callable[[BaseException], CommError | None]] = []
+_explanations: list[Callable[[BaseException], SMPError | None]] = []
 
 
 @contextlib.contextmanager
-def explaining(explain: Callable[[BaseException], CommError | None]) -> Iterator[None]:
+def explaining(explain: Callable[[BaseException], SMPError | None]) -> Iterator[None]:
     """Within, a process that ends by an error that ``explain`` knows ends by what it says of it.
 
-    A framework's own transfers raise errors of the framework; which ranks are to blame is then in
-    their text only.
+    A framework's own transfers and checks raise errors of the framework; which ranks are to blame,
+    or what the rule is, is then in their text only.
 
     Args:
-        explain: returns what an error means for communication, or None.
+        explain: returns what an error means, or None.
     """
     _explanations.append(explain)
     try:

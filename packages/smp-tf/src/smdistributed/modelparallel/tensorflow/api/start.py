@@ -6,9 +6,11 @@ import os
 from collections.abc import Mapping
 
 from smdistributed.modelparallel.common.facade import Facade
+from smdistributed.modelparallel.common.failure import explaining
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.gradients import following, whole
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime, start
+from smdistributed.modelparallel.tensorflow.stepping import alike
 
 slot: RuntimeSlot[TFRuntime] = RuntimeSlot()
 facade = Facade(slot)
@@ -36,3 +38,4 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(whole.in_optimizers(runtime))
         if runtime.topology.pp_size > 1:
             runtime.replacements.enter_context(following.followed(runtime))
+            runtime.replacements.enter_context(explaining(alike.explained))

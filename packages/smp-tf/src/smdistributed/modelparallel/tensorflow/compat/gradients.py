@@ -116,13 +116,35 @@ def reach(variable: Any, like: Any) -> None:
 _tapes: ContextVar[tuple[Any, ...]] = ContextVar("tapes", default=())
 
 
+#: What gradients that are asked for here begin with.
+_start: ContextVar[Callable[[], float]] = ContextVar("start", default=lambda: 1.0)
+
+
+@contextlib.contextmanager
+def starting_from(number: Callable[[], float]) -> Iterator[None]:
+    """Within, gradients are computed of a number times what they are asked of, and divided by it.
+
+    Args:
+        number: returns a power of two, by which numbers are multiplied without rounding.
+    """
+    token = _start.set(number)
+    try:
+        yield
+    finally:
+        _start.reset(token)
+
+
 def requests_noted() -> contextlib.AbstractContextManager[None]:
     """Within, ``present_sources``, ``is_vectorizing`` and ``watched`` know what is under way."""
     return replaced(
         [
             Replacement(tf.GradientTape, "_push_tape", _begins),
             Replacement(tf.GradientTape, "_pop_tape", _pauses),
+            Replacement(
+                imperative_grad, "imperative_grad", _starting("target", "output_gradients")
+            ),
             Replacement(imperative_grad, "imperative_grad", _noting("sources")),
+            Replacement(gradients_util, "_GradientsHelper", _starting("ys", "grad_ys")),
             Replacement(gradients_util, "_GradientsHelper", _asking_for_watched),
             Replacement(gradients_util, "_GradientsHelper", _noting("xs")),
             Replacement(parallel_for, "_pfor_impl", _vectorizing),
@@ -169,6 +191,48 @@ def _asking_for_watched(original: Any) -> Any:
         return original(ys, [*asked, *more], *args, **kwargs)[: len(asked)]
 
     return helper
+
+
+def _starting(targets: str, starts: str) -> Callable[[Any], Any]:
+    """Returns what makes a function begin gradients as ``starting_from`` says.
+
+    Args:
+        targets: name of its argument that is differentiated.
+        starts: name of its argument that gradients begin with.
+    """
+
+    def make(original: Any) -> Any:
+        place = inspect.signature(original)
+
+        @functools.wraps(original)
+        def starting(*args: Any, **kwargs: Any) -> Any:
+            number = _start.get()()
+            if number == 1.0:
+                return original(*args, **kwargs)
+            bound = place.bind(*args, **kwargs)
+            asked = _listed(bound.arguments[targets])
+            given = _listed(bound.arguments.get(starts) or [None] * len(asked))
+            bound.arguments[starts] = [
+                _times(tf.ones_like(target) if start is None else start, number)
+                for target, start in zip(asked, given, strict=True)
+            ]
+            results = original(*bound.args, **bound.kwargs)
+            return [each if each is None else _times(each, 1 / number) for each in results]
+
+        return starting
+
+    return make
+
+
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _times(tensor: Any, number: float) -> Any:
+    if isinstance(tensor, tf.IndexedSlices):
+        values = _times(tensor.values, number)
+        return tf.IndexedSlices(values, tensor.indices, tensor.dense_shape)
+    return tensor * tf.cast(number, tensor.dtype)
 
 
 def is_vectorizing() -> bool:

@@ -22,6 +22,12 @@ def has_begun() -> bool:
     return context.context()._context_handle is not None
 
 
+def seed() -> int | None:
+    """Returns what the script has given ``tf.random.set_seed``; None if it has not."""
+    given: int | None = context.global_seed()
+    return given
+
+
 def join_cluster(addresses: Sequence[str], rank: int, use_nccl: bool) -> None:
     """Starts this process's server, through which TensorFlow's collectives reach the others.
 

@@ -37,6 +37,8 @@ _CARRIERS = {
     tf.uint16: tf.int32,
 }
 _TASK = re.compile(r"/job:smp/(?:replica:0/)?task:(\d+)")
+#: Operations that wait for other processes.
+_WAITING = ("CollectiveBcastRecvV2", "CollectiveReduceV2")
 #: A process that works answers at once, whatever it executes.
 _HEALTH_SECONDS = 2.0
 _NODE = re.compile(r"smp_(?:from|to)_rank_(\d+)")
@@ -128,6 +130,16 @@ class Links:
             if earlier is not None:
                 graphs.add_control_input(operation, earlier)
             self._newest[graph] = operation
+
+    def begin_after(self, checks: Sequence[Any], operations: Sequence[Any]) -> None:
+        """Lets those operations that wait for other processes begin after some tensors or checks.
+
+        One that waits when a check fails may go on doing so until its time is up.
+        """
+        for operation in operations:
+            if operation.type in _WAITING:
+                for check in checks:
+                    graphs.add_control_input(operation, getattr(check, "op", check))
 
     def send(self, tensor: Any, target: int, key: Key) -> list[Any]:
         """Adds a send to the present graph; returns the operations, of which the last one sends.

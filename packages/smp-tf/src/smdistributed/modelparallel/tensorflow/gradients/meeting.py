@@ -229,7 +229,8 @@ def begin_function(runtime: TFRuntime, graph: Any) -> None:
         _agree(runtime, places)
         graph._smp_number = runtime.rendezvous.new_number()
     with unnoted():
-        runtime.rendezvous.arrive(f"a call of function {graph.name}, number {graph._smp_number}")
+        # TensorFlow names a function otherwise where this process alone makes variables in it.
+        runtime.rendezvous.arrive(f"a call of function number {graph._smp_number}")
 
 
 def _agree(runtime: TFRuntime, places: Sequence[int]) -> None:

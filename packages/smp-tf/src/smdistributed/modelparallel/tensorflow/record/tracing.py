@@ -8,6 +8,7 @@ operations can then be given to processes together.
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,11 @@ class Trace:
     def gradients(self) -> list[Any]:
         """All gradients."""
         return [*self.variable_gradients, *self.input_gradients, *self.other_gradients]
+
+    @functools.cached_property
+    def is_half(self) -> bool:
+        """Whether some numbers have the narrow range of half precision."""
+        return any(each.dtype == tf.float16 for op in self.operations for each in op.outputs)
 
     def dependencies(self, gradient: Any) -> int:
         """Returns the outputs whose gradients a gradient is made of, a bit each."""

@@ -43,6 +43,7 @@ from smdistributed.modelparallel.tensorflow.execute.links import Links, explaine
 from smdistributed.modelparallel.tensorflow.parameters.moments import Moments
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.departures import Departures, last_words
+from smdistributed.modelparallel.tensorflow.runtime.drawing import draw_alike
 from smdistributed.modelparallel.tensorflow.runtime.overdue import Overdue
 from smdistributed.modelparallel.tensorflow.runtime.rendezvous import Rendezvous
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
@@ -180,6 +181,7 @@ def start(
     rendezvous = Rendezvous(communicator, pipeline, pipeline.index(transport.rank), moments)
     if len(pipeline) > 1:
         communicator.before_calls(rendezvous.before_call)
+        draw_alike(communicator)
     unseeded = secrets.randbits(60)
     if transport.size > 1:
         unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]

@@ -7,6 +7,7 @@ smd_model_parallel_tensorflow.rst.
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from smdistributed.modelparallel.common.microbatch import (
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph
+from smdistributed.modelparallel.tensorflow.compat.gradients import starting_from
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.random import give_seeds
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
@@ -36,6 +38,7 @@ from smdistributed.modelparallel.tensorflow.record.structure import (
     leaves_of,
 )
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
+from smdistributed.modelparallel.tensorflow.stepping.alike import alike
 from smdistributed.modelparallel.tensorflow.stepping.body import Body
 from smdistributed.modelparallel.tensorflow.stepping.inputs import checks_of, split
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
@@ -57,6 +60,7 @@ class StepInProgress:
         step_number: int64 tensor.
         progress: of this graph.
         first_microbatch: number of this replica's first microbatch among those of all replicas.
+        num_microbatches: of this replica.
         microbatch: index of the present one.
         calls: of the model, by microbatch.
         losses: of the model's layers in its last call.
@@ -68,6 +72,7 @@ class StepInProgress:
     step_number: Any
     progress: Progress
     first_microbatch: int
+    num_microbatches: int
     microbatch: int = 0
     calls: list[list[Call]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
@@ -81,6 +86,21 @@ class StepInProgress:
         """
         place = (self.first_microbatch + self.microbatch) * 1000 + len(self.calls[-1])
         return tf.stack([self.step_number, tf.constant(place, tf.int64)])
+
+    def start_of_gradients(self, share: Any) -> float:
+        """Returns what gradients in half precision are multiplied by while they are computed.
+
+        A loss is the mean over a microbatch, so that gradients by its examples are as often those
+        of the mean over a batch as there are microbatches. One process that takes the batch at once
+        would not have them so large, and what overflows here would be finite there.
+
+        Args:
+            share: of the batch that the present microbatch has; a tensor if it is not known yet.
+        """
+        if not any(call.local.plan.trace.is_half for call in self.calls[-1]):
+            return 1.0
+        known = 1 / self.num_microbatches if tf.is_tensor(share) else share
+        return 2.0 ** math.floor(math.log2(known))
 
 
 class StepFunction:
@@ -203,27 +223,31 @@ class StepFunction:
         with progress:
             first = runtime.coordinates.dp_rank * len(cut.calls)
             graph = tf.compat.v1.get_default_graph()
-            checks = checks_of(cut, weights)
+            checks = [
+                *checks_of(cut, weights),
+                *alike(runtime, self._name, self._rules, args, kwargs),
+            ]
             begin = len(graph.get_operations())
             number = runtime.step_number.assign_add(1)
             note_places(graph, [])
-            step = StepInProgress(graph, number, progress, first, begin=begin)
+            step = StepInProgress(graph, number, progress, first, len(cut.calls), begin=begin)
             runtime.current_step = step
             try:
                 for microbatch, (some, named) in enumerate(cut.calls):
                     step.microbatch = microbatch
                     step.calls.append([])
                     progress.stage = f"microbatch {microbatch + 1} of {len(cut.calls)}"
-                    with tf.name_scope(f"microbatch_{microbatch}"), tf.control_dependencies(checks):
+                    start = functools.partial(step.start_of_gradients, weights[microbatch])
+                    with tf.name_scope(f"microbatch_{microbatch}"), starting_from(start):
                         results.append(self._body(*some, **named))
                 progress.stage = "the order of its passes"
-                self._finish(runtime, step)
+                self._finish(runtime, step, checks)
             finally:
                 runtime.current_step = None
         return joined(results, weights)
 
-    def _finish(self, runtime: TFRuntime, step: StepInProgress) -> None:
-        """Puts the passes of all microbatches in order."""
+    def _finish(self, runtime: TFRuntime, step: StepInProgress, checks: Sequence[Any]) -> None:
+        """Puts the passes of all microbatches in order, and what waits for others after checks."""
         if not any(step.calls):
             raise SMPError(
                 f"step function {self._name} did not call a DistributedModel; its results must "
@@ -231,6 +255,7 @@ class StepFunction:
             )
         body = Body(self._name, step.calls, step.begin)
         body.refuse_kept()
+        runtime.links.begin_after(checks, body.operations)
         if runtime.topology.pp_size > 1:
             give_seeds(body.operations, runtime.unseeded + runtime.coordinates.dp_rank, self._name)
             # A process that holds none of these variables must take the same order, too.

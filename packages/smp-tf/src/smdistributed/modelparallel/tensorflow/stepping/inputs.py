@@ -129,8 +129,7 @@ def split(
 def checks_of(cut: Microbatches, weights: Sequence[Any]) -> list[Any]:
     """Returns tensors of the present graph that exist where the sizes of a batch are as they must.
 
-    What waits for nothing else, such as a message of another process, is to wait for them: an
-    operation that waits when a check fails may go on doing so until its time is up.
+    What waits for other processes is to wait for them, see ``Links.begin_after``.
     """
     if not any(map(tf.is_tensor, weights)):
         return []  # sizes are known, and were checked
