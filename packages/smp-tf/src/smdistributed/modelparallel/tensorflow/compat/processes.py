@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.core.protobuf import tensorflow_server_pb2
+from tensorflow.core.protobuf import config_pb2, tensorflow_server_pb2
 from tensorflow.python.eager import cancellation, context
 from tensorflow.python.training.server_lib import ClusterSpec
 
@@ -26,6 +26,17 @@ def seed() -> int | None:
     """Returns what the script has given ``tf.random.set_seed``; None if it has not."""
     given: int | None = context.global_seed()
     return given
+
+
+def let_idle_threads_sleep() -> None:
+    """Has threads without work sleep at once, which look for some in turns for a while otherwise.
+
+    Before TensorFlow's runtime starts. Those that look take time from others that compute where
+    there are more threads than cores.
+    """
+    config = config_pb2.ConfigProto()
+    config.experimental.disable_thread_spinning = True
+    context.context()._config = config
 
 
 def join_cluster(addresses: Sequence[str], rank: int, use_nccl: bool) -> None:

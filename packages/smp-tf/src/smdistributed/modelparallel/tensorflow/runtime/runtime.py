@@ -153,7 +153,7 @@ def start(
     if settings.horovod:
         _start_horovod(topology.members(CommGroup.DP_GROUP, transport.rank))
     if transport.size > 1:
-        _have_threads()
+        _have_threads(transport.local_size)
         address = f"{own_address(transport)}:{free_port()}"
         addresses = communicator.allgather(address, CommGroup.WORLD)
         processes.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
@@ -237,11 +237,18 @@ def _come_first() -> None:
         )
 
 
-def _have_threads() -> None:
-    """Gives TensorFlow threads for transfers beside the one that computes."""
+def _have_threads(num_processes: int) -> None:
+    """Gives TensorFlow threads for transfers beside the one that computes.
+
+    Args:
+        num_processes: of this host.
+    """
+    cores = os.cpu_count() or 1
     asked = tf.config.threading.get_inter_op_parallelism_threads()
-    fewest = max(_FEWEST_THREADS, asked or os.cpu_count() or 1)
+    fewest = max(_FEWEST_THREADS, asked or cores)
     tf.config.threading.set_inter_op_parallelism_threads(fewest)
+    if fewest * num_processes > cores:
+        processes.let_idle_threads_sleep()
 
 
 def _start_horovod(members: tuple[int, ...]) -> None:
