@@ -65,3 +65,16 @@ def test_a_norm_of_all_is_not_asked_for_at_other_times() -> None:
     optimizer = tf.keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
     with pytest.raises(UnsupportedError, match="leave one of the two out"):
         optimizer.apply_gradients([(tf.constant(1.0), tf.keras.Variable(1.0, name="elsewhere"))])
+
+
+@pytest.mark.skipif(keras.IS_KERAS_3, reason="Keras 3 counts once an update")
+@pytest.mark.usefixtures("with_others")
+def test_nadam_of_some_variables_is_refused_in_functions() -> None:
+    variables = [tf.Variable(1.0, name=name) for name in ("here", "elsewhere")]
+
+    def update(optimizer: Any) -> None:
+        optimizer.apply_gradients([(tf.constant(1.0), each) for each in variables])
+
+    update(tf.keras.optimizers.Nadam())
+    with pytest.raises(UnsupportedError, match="outside of functions"):
+        tf.function(update)(tf.keras.optimizers.Nadam())

@@ -90,6 +90,7 @@ def _updating(
             if all(gradient is None for gradient, _ in kept):
                 count = _count_scaled if scales(optimizer) else _count
                 return count(optimizer, variables, norm)
+            _refuse_counting(optimizer)
             return apply(kept)
 
     def of_pairs(original: Any) -> Any:
@@ -131,6 +132,24 @@ def _updating(
         yield Replacement(private("optimizers.base_optimizer").BaseOptimizer, "apply", of_lists)
         scaling = private("optimizers.loss_scale_optimizer").LossScaleOptimizer
         yield Replacement(scaling, "apply", of_lists)
+
+
+def _refuse_counting(optimizer: Any) -> None:
+    """Raises if an update of some variables makes other numbers of them than one of all.
+
+    Raises:
+        UnsupportedError: the Nadam of Keras 2 counts the variables of a function in Python, while
+            it is made, and multiplies what all share as often.
+    """
+    if hasattr(optimizer, "_u_product_counter") and not tf.executing_eagerly():
+        error = UnsupportedError(
+            "Nadam of Keras 2 computes otherwise in a function (fit, tf.function) the more "
+            "variables it updates there, and over partitions each process updates its own: call "
+            "apply_gradients outside of functions, or take tf.keras.optimizers.legacy.Nadam, Adam, "
+            "or Keras 3."
+        )
+        autograph.pass_through(error)
+        raise error
 
 
 def _given(optimizer: Any, variables: Any) -> list[Any]:
