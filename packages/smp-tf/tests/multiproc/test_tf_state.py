@@ -37,7 +37,7 @@ def test_weights_in_files_are_those_of_keras(worlds: Worlds, tmp_path: Path) -> 
         np.testing.assert_allclose(split[2:], plain[2:], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("freq", ["epoch", 3])
+@pytest.mark.parametrize("freq", [pytest.param("epoch", marks=pytest.mark.slow), 3])
 def test_a_training_goes_on_from_a_backup(worlds: Worlds, tmp_path: Path, freq: str | int) -> None:
     assert_same(worlds, tf_state.backed_up, str(tmp_path), freq, world=TWO_BY_HAND)
 
