@@ -198,6 +198,16 @@ def _metric(values: Values) -> Any:
     return metric.result()
 
 
+def _in_a_variable(values: Values) -> Any:
+    """Returns what a variable of the script's own has after each write."""
+    kept, found = tf.Variable(0.0), []
+    for write in (kept.assign_add, kept.assign):
+        for each in values:
+            write(tf.norm(each))
+            found.append(kept.read_value())
+    return found
+
+
 def _gradients_of(number: Callable[[Values], Any]) -> Callable[[Values], Any]:
     """Returns what differentiates a number of the kernels."""
 
@@ -224,6 +234,7 @@ OF_SOME: dict[str, Callable[[Values], Any]] = {
     "parts": lambda values: values[0] * tf.nn.softmax(tf.stack([tf.norm(v) for v in values]))[0],
     "numbers in each": lambda values: float(sum(tf.reduce_sum(v**2) + 0.1 for v in values)),
     "a metric": _metric,
+    "a variable": _in_a_variable,
     "given to a function": lambda values: tf.function(tf.linalg.global_norm)(values) * values[0],
     "clipped in a function": lambda values: tf.function(
         lambda *given: tf.clip_by_global_norm(given, 0.1)[0]

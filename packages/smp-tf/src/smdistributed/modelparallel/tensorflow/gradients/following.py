@@ -251,12 +251,7 @@ class _Following:
             return args
         if to.partition == owner.partition:
             return args
-        if to.variable is None:
-            raise UnsupportedError(
-                "a variable of a script keeps values of one partition; it has those of "
-                f"{to.name}, and was to get those of {owner.name}, which is on another one: keep "
-                "a variable for each, or add up tensors."
-            )
+        # Also of a script's own, which stays right in the process that has had its values so far.
         return self._brought(args, [value])
 
 
