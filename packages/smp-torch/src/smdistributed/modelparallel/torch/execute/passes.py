@@ -15,6 +15,7 @@ from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 from smdistributed.modelparallel.torch.execute.compiled_backward import WaitingCalls
 from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, gradient_at, leave
 from smdistributed.modelparallel.torch.execute.itinerary import Itinerary
+from smdistributed.modelparallel.torch.execute.late_values import late_value
 from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
@@ -24,6 +25,7 @@ from smdistributed.modelparallel.torch.execute.weight_gradients import (
     put_off_in,
 )
 from smdistributed.modelparallel.torch.planning.segments import Plan
+from smdistributed.modelparallel.torch.record.ir import HookedGradient
 from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import (
     BackwardPasses,
@@ -274,8 +276,11 @@ class Computation:
                 # A start of its own has the shape of what it starts at.
                 frees = self._passes.frees_cuts and value.index not in self._passes.roots[m]
                 cut_outputs.append((value.index, leave(tensor, frees=frees)))
+            if (hooked := plan.late.gradients.get(value)) is not None and tensor.requires_grad:
+                run_hooks = functools.partial(self._hooked, m, hooked)
+                tensor.register_hook(run_hooks)  # type: ignore[no-untyped-call]
             detached = tensor.detach()
-            if value.index in self._passes.returned[m]:
+            if value.index in self._passes.returned[m] or value in plan.late.kept:
                 self.results[m][value.index] = detached
             if value in plan.readers:
                 self._activations[m][value.index] = detached
@@ -338,6 +343,16 @@ class Computation:
         for index, entered in saved.inputs:
             # A reader that the gradient does not reach still owes its peer an answer.
             _accumulate(gradients, index, gradient_at(entered))
+
+    def _hooked(
+        self, m: int, hooked: HookedGradient, gradient: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Called with the gradient of an activation that the script looks at, or changes."""
+        results, plan = self.results[m], self._plans[m]
+        results[hooked.given.index] = gradient.detach()
+        if hooked.final is hooked.given:
+            return None
+        return late_value(plan, hooked.final, results, self._inputs[m])
 
     def _check_segment(self, segment: int, gradient: torch.Tensor) -> None:
         """Called with the gradient of a tensor that a segment left in an object with state.

@@ -8,6 +8,7 @@ pass of a segment is one call of autograd.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,11 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.late_values import (
+    LateValues,
+    inputs_of,
+    late_values,
+)
 from smdistributed.modelparallel.torch.planning.recomputing import check_recomputed
 from smdistributed.modelparallel.torch.planning.runs import runs_of, work_of_run
 from smdistributed.modelparallel.torch.record.fakes import Slot
@@ -63,6 +69,7 @@ class Plan:
         with_gradient: the values at cuts that receive a gradient.
         backward: segments that have a backward pass.
         in_seconds: whether costs are seconds, which were measured.
+        late: what is computed from gradients of activations.
     """
 
     graph: Graph
@@ -71,11 +78,16 @@ class Plan:
     with_gradient: set[Value]
     backward: set[int]
     in_seconds: bool
+    late: LateValues = field(default_factory=LateValues)
 
     def ranks_reading(self, value: Value) -> list[int]:
         """Returns the ranks other than the producer's that read a value, ascending."""
         own = self.segments[value.node.segment].rank
         return sorted({self.segments[index].rank for index in self.readers.get(value, ())} - {own})
+
+    def owner(self, value: Value) -> int:
+        """Returns the rank that has a value, which is no replicated one."""
+        return _rank_of(self.segments, value)
 
     def modules(self, segments: Iterable[int]) -> set[nn.Module]:
         """Returns the modules that segments call, or whose parameters they read."""
@@ -116,7 +128,7 @@ class Plan:
             node for segment in self.segments if segment.rank == rank for node in segment.nodes
         ]
         nodes += sources([value for value in self.graph.returned if value.replicated])
-        return {node.target for node in nodes if node.kind is NodeKind.INPUT}
+        return {node.target for node in nodes if node.kind is NodeKind.INPUT} | inputs_of(self.late)
 
     @property
     def is_timed(self) -> bool:
@@ -211,13 +223,15 @@ def cut(
         segment.nodes = sorted(gathered, key=lambda node: node.index)
         segment.changed = {value for node in segment.nodes for value in node.changes}
     returned = set(graph.returned)
+    late = late_values(graph, functools.partial(_rank_of, segments))
+    taken = {*readers, *returned, *graph.roots, *late.gradients, *late.kept}
     for segment in segments:
         segment.outputs = [
             value
             for node in segment.nodes
             if node.segment == segment.index
             for value in node.outputs
-            if value in readers or value in returned or value in graph.roots
+            if value in taken
         ]
     if costs.compiles_runs and not costs.measures:
         for segment in segments:
@@ -229,7 +243,15 @@ def cut(
     with_gradient, backward = _backward_reach(graph, segments)
     _check_carried(segments, backward)
     check_recomputed(graph, backward)
-    return Plan(graph, segments, readers, with_gradient, backward, costs.measures)
+    return Plan(graph, segments, readers, with_gradient, backward, costs.measures, late)
+
+
+def _rank_of(segments: Sequence[SegmentNodes], value: Value) -> int:
+    """Returns the rank that has a value: a gradient is where its activation is."""
+    node = value.node
+    if node.kind is NodeKind.GRADIENT:
+        return _rank_of(segments, node.args[0])
+    return node.rank if node.segment < 0 else segments[node.segment].rank
 
 
 def _assign(

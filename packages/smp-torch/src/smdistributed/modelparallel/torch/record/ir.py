@@ -8,6 +8,8 @@ A ``Graph`` is a list of nodes in execution order. Tensor states, defined once:
 - *call*: glue, one call of a torch function outside all leaves.
 - *replicated*: a value that depends on inputs, buffers and constants only and carries no gradient;
   ranks that need it compute it again instead of receiving it.
+- *gradient*: that of an activation, which the backward pass gives. What is computed from gradients
+  is *late*: it stands apart from the nodes of the forward pass.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class NodeKind(enum.Enum):
     ATTRIBUTE = "attribute"
     LEAF = "leaf"
     CALL = "call"
+    GRADIENT = "gradient"
 
 
 class Leaf(NamedTuple):
@@ -161,6 +164,7 @@ class Node:
             part.
         rank: pp_rank that runs it; -1 while undecided or replicated.
         segment: index of its segment; -1 likewise.
+        late: it is a gradient, or is computed from one.
         made: grows with each node that this process makes, of whichever graph.
     """
 
@@ -192,6 +196,7 @@ class Node:
     region: Region | None = None
     rank: int = -1
     segment: int = -1
+    late: bool = False
     made: int = field(default_factory=itertools.count().__next__)
 
     @property
@@ -295,11 +300,27 @@ def _same_target(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+class HookedGradient(NamedTuple):
+    """What becomes of the gradient of an activation.
+
+    Attributes:
+        of: the activation.
+        given: the gradient, as the backward pass gives it.
+        final: what hooks have made of it, which goes on in its place.
+    """
+
+    of: Value
+    given: Value
+    final: Value
+
+
 class Graph:
     """One captured microbatch.
 
     Attributes:
         nodes: in execution order.
+        late: what is computed from gradients, in the order of the script.
+        gradients: of activations, which the script looks at or changes.
         roots: the values that ``backward`` was called on.
         result: the values that the step function returned.
         numbers: the values that the step function took numbers from.
@@ -311,6 +332,8 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
+        self.late: list[Node] = []
+        self.gradients: list[HookedGradient] = []
         self.num_values = 0
         self.roots: list[Value] = []
         self.result: Any = None
@@ -378,7 +401,7 @@ class Graph:
             )
         ]
         index = 0
-        for position, node in enumerate(self.nodes):
+        for position, node in enumerate((*self.nodes, *self.late)):
             node.index = position
             for value in node.outputs:
                 value.index = index
@@ -386,8 +409,8 @@ class Graph:
 
     def lines(self, where: Callable[[Node], str] = lambda node: "") -> list[str]:
         """Returns the graph as text, a line a node; ``where`` adds to it."""
-        lines = []
-        for node in self.nodes:
+        lines = [f"gradient of {each.of}: {each.given}, {each.final}" for each in self.gradients]
+        for node in (*self.nodes, *self.late):
             facts = [(repr(v), v.shape, str(v.dtype), v.requires_grad) for v in node.outputs]
             lines.append(f"{node.line(repr)} -> {facts}{where(node)}")
         return lines
@@ -401,6 +424,10 @@ class Graph:
         return (
             len(self.nodes) == len(other.nodes)
             and all(map(Node.does_as, self.nodes, other.nodes))
+            and len(self.late) == len(other.late)
+            and all(map(Node.does_as, self.late, other.late))
+            and [[v.index for v in each] for each in self.gradients]
+            == [[v.index for v in each] for each in other.gradients]
             and [value.index for value in self.roots] == [value.index for value in other.roots]
             and [value.index for value in self.numbers] == [value.index for value in other.numbers]
             and {position: value.index for position, value in self.written.items()}
@@ -411,7 +438,7 @@ class Graph:
 
     def add(self, node: Node) -> Node:
         """Appends a node."""
-        self.nodes.append(node)
+        (self.late if node.late else self.nodes).append(node)
         return node
 
     def bind(

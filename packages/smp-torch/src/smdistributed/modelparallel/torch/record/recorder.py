@@ -29,6 +29,9 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     is_of_fakes,
     quiet_fakes,
 )
+from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
+    ActivationGradients,
+)
 from smdistributed.modelparallel.torch.record.calls.interception import intercepted
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.new import NewCalls
@@ -175,6 +178,7 @@ class Recorder(TorchFunctionMode):
                 self._attributes.hide_growth(self._now.grown)
                 self._forget_cached()
                 self._now.let_go()
+                self._gradients.let_go()
             with self._state.pausing():
                 self._settle(passed)
                 return passed
@@ -268,6 +272,7 @@ class Recorder(TorchFunctionMode):
         self._now = now = Microbatch(self._context, trace, call, decisions)
         self._known = KnownCalls(self._context, now)
         self._new = NewCalls(self._context, now)
+        self._gradients = ActivationGradients(self._context, now, self._known)
         now.ahead = Ahead(self._context, now, self._known, self._new.make, self._attributes)
         self._leaves = LeafCalls(self._context, now, self._known, self._attributes)
         self._state.begin()
@@ -411,6 +416,8 @@ class Recorder(TorchFunctionMode):
                 return self._now.requires_grad(args[0])
             return func(*args, **kwargs)
         if not self._state.leaf_depth:
+            if self._gradients.concerns(func, args):
+                return self._gradients.call(func, *args, **kwargs)
             if isinstance(kwargs.get("generator"), torch.Generator):
                 return self._new.draw(func, args, kwargs)
             entry = self._known.match(EntryKind.CALL, func, args, kwargs)
@@ -579,9 +586,12 @@ class Recorder(TorchFunctionMode):
                 entry = self._known.match(EntryKind.BACKWARD, model, (tensor,), {})
                 if entry is None:
                     args = self._now.template((tensor,), "model.backward")
-                    self._now.add(Entry(EntryKind.BACKWARD, model, "model.backward", args))
+                    entry = Entry(EntryKind.BACKWARD, model, "model.backward", args)
+                    self._now.add(entry)
+                    entry.result = self._gradients.reached(tensor)
                 else:
                     self._known.answer(entry, lambda: None)
+            self._gradients.arrive(tensor, entry)
 
 
 def _is_own(function: Any) -> bool:

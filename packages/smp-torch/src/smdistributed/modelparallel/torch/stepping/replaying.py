@@ -174,8 +174,11 @@ class Replays:
         rank = self._runtime.coordinates.pp_rank
         nodes = {plan: _nodes(plan, rank) for plan in prepared.plans}
         deciding = [node for each in nodes.values() for node in each if node.decides]
+        why_not = f"{deciding[0].name} decides by numbers" if deciding else ""
+        if any(plan.late.gradients for plan in prepared.plans):
+            why_not = "the script looks at gradients of activations"
         return _Kind(
-            why_not=f"{deciding[0].name} decides by numbers" if deciding else "",
+            why_not=why_not,
             read=[_read(nodes[plan]) for plan in prepared.plans],
         )
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from smdistributed.modelparallel.torch.execute.late_values import late_value
 from smdistributed.modelparallel.torch.execute.links import Links
-from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
@@ -40,23 +40,27 @@ def share_results(
     """
     plans = [each.plan for each in passed]
     found = [dict(each) for each in made]
-    batches: dict[tuple[object, ...], list[tuple[int, Value]]] = {}
+    batches: dict[tuple[Any, ...], list[tuple[int, Value]]] = {}
     for m, plan in enumerate(plans):
-        for value in plan.graph.returned:
+        for value in dict.fromkeys((*plan.graph.returned, *plan.late.shared)):
+            owner = plan.late.homes[value] if value in plan.late.homes else plan.owner(value)
             if value.replicated:
-                found[m][value.index] = evaluate_replicated(
-                    lambda tensor: tensor, (value,), {}, inputs[m]
-                )
-                continue
-            alike = (_owner(plan, value), value.shape, value.dtype, value.order)
-            batches.setdefault(alike, []).append((m, value))
-    for members in batches.values():
+                found[m][value.index] = evaluate_replicated(_itself, (value,), {}, inputs[m])
+            elif owner is not None:
+                if value in plan.late.homes and owner == pp_rank:
+                    found[m][value.index] = late_value(plan, value, found[m], inputs[m])
+                alike = (owner, value.shape, value.dtype, value.order)
+                batches.setdefault(alike, []).append((m, value))
+    for (owner, *_), members in batches.items():
         m, value = members[0]
-        owner = _owner(plans[m], value)
         batch = _stacked(members, found) if owner == pp_rank else _buffer(members, device)
         links.broadcast(batch, owner)
         for (m, value), tensor in zip(members, batch.unbind(), strict=True):
             found[m][value.index] = value.from_wire(tensor)
+    for m, plan in enumerate(plans):
+        for value, home in plan.late.homes.items():
+            if home is None:
+                found[m][value.index] = late_value(plan, value, found[m], inputs[m])
     # The last microbatch that stored something in a place has it there.
     for each, values in reversed(list(zip(passed, found, strict=True))):
         for stored in each.stored:
@@ -68,8 +72,8 @@ def share_results(
     return [_filled(*each) for each in zip(passed, found, strict=True)], written
 
 
-def _owner(plan: Plan, value: Value) -> int:
-    return plan.segments[value.node.segment].rank
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _stacked(

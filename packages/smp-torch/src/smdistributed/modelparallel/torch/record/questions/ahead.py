@@ -138,6 +138,8 @@ def question_ahead(
     """
     before = computed_before(log, values, where, is_open=is_open)
     question = Question.of(entry, values, where, before)
+    if any(value.node.late for value in question.asked):
+        raise depends_on_values(where, "it is a gradient, or computed from one")
     before.graph.result = question.asked
     return question
 
@@ -149,7 +151,7 @@ def computed_before(
     for each in log:
         values.take(each)
     graph = values.graph
-    graph.roots = []
+    graph.roots, graph.late, graph.gradients = [], [], []
     if reason := _not_twice(graph, log, is_open=is_open):
         raise depends_on_values(where, reason)
     return Before(graph, len(graph.nodes))

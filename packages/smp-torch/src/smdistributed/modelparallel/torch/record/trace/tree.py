@@ -45,6 +45,12 @@ class EntryKind(enum.Enum):
     QUESTION = "question"
     NUMBER = "number"
     BACKWARD = "backward"
+    #: A hook is put on an activation, or its gradient is to be kept.
+    WATCHED = "watched"
+    #: The gradient of an activation arrives.
+    GRADIENT = "gradient"
+    #: Its hooks have run.
+    HOOKED = "hooked"
     END = "end"
 
 
@@ -113,7 +119,8 @@ class Entry:
         settings: under which it was called.
         modules: LEAF: it and the modules in it.
         flags: LEAF: whether each of them trains.
-        result: template of what it gave.
+        result: template of what it gave; BACKWARD: the watched activations that it comes to, in
+            the order in which it does.
         is_fixed: the result itself can be given again: nobody can change it.
         outputs: the tensors in the result and where they stand.
         changed: tensors that it changes in place.

@@ -13,7 +13,13 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
-from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.ir import (
+    Graph,
+    HookedGradient,
+    Node,
+    NodeKind,
+    Value,
+)
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated, sources
@@ -40,6 +46,7 @@ _NODE_KINDS = {
     EntryKind.NUMBER: NodeKind.CALL,
     EntryKind.LEAF: NodeKind.LEAF,
 }
+_OF_GRADIENTS = (EntryKind.WATCHED, EntryKind.GRADIENT, EntryKind.HOOKED)
 
 
 class Values:
@@ -84,6 +91,8 @@ class Values:
         #: Fakes that a leaf made and did not return -> where a replay finds them.
         self._escaped: dict[int, tuple[Node, Entry, Tap, torch.Tensor]] = {}
         self._trace = trace
+        #: The activation, with its gradient, whose hooks run at present.
+        self._hooked: tuple[Value, Value] | None = None
         self._inputs: list[tuple[torch.Tensor, Value]] = []
         for position, fake in enumerate(trace.inputs):
             node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
@@ -103,7 +112,10 @@ class Values:
     def take(self, entry: Entry) -> None:
         """Writes what an entry computes; nothing if it computes no tensor."""
         if entry.kind is EntryKind.BACKWARD:
-            self.graph.roots.append(self.of(entry.args[0]))
+            self._take_root(entry)
+            return
+        if entry.kind in _OF_GRADIENTS:
+            self._take_gradient(entry)
             return
         if entry.refusal and self._state.is_glue:
             raise UnsupportedError(entry.refusal)
@@ -129,6 +141,21 @@ class Values:
         inputs = list(placeholders((args, kwargs), Value))
         if kind is NodeKind.CALL and not inputs:
             kwargs |= _default_device(entry.outputs, kwargs)
+        replicated = (
+            kind is NodeKind.CALL
+            and entry.draw is None
+            and all(value.replicated for value in inputs)
+            and not any(
+                entry.specs[id(tensor)].requires_grad
+                for tensor in (*(each for _, each in entry.outputs), *entry.changed)
+            )
+        )
+        before = {id(tensor): self._known[id(tensor)] for tensor in entry.changed}
+        late = any(value.node.late for value in inputs) or (
+            self._hooked is not None and not replicated
+        )
+        if late and self._state.is_glue:
+            _check_late(entry, before.values())
         node = self._node(
             kind,
             torch.Tensor.detach if entry.kind is EntryKind.NUMBER else entry.target,
@@ -150,26 +177,45 @@ class Values:
             in_turn=entry.in_turn,
             rewrites=entry.rewrites,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
-            replicated=kind is NodeKind.CALL
-            and entry.draw is None
-            and all(value.replicated for value in inputs)
-            and not any(
-                entry.specs[id(tensor)].requires_grad
-                for tensor in (*(each for _, each in entry.outputs), *entry.changed)
-            ),
+            replicated=replicated,
+            late=late,
         )
-        before = {id(tensor): self._known[id(tensor)] for tensor in entry.changed}
         for key, (tap, tensor) in entry.inner.items():
             if tap.call is not None or key not in self._escaped:
                 self._escaped[key] = node, entry, tap, tensor
         made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
         made += [(tensor, before[id(tensor)]) for tensor in entry.changed]
         made += self._change(node, entry)
+        if late and node.aliases and self._state.is_glue:
+            raise UnsupportedError(
+                f"{entry} writes to a part of the gradient of an activation, by a view, while a "
+                "pipelined step runs. Write to the gradient itself (gradient[:, 0] = 0), or "
+                "return a new one."
+            )
         bound: set[int] = set()
         for tensor, source in made:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
                 self._bind(tensor, node, source, entry.specs[id(tensor)])
+
+    def _take_root(self, entry: Entry) -> None:
+        root = self.of(entry.args[0])
+        if root.node.late and self._state.is_glue:
+            raise computes_on("model.backward")
+        self.graph.roots.append(root)
+
+    def _take_gradient(self, entry: Entry) -> None:
+        """Writes that the gradient of an activation arrives, or what its hooks have made of it."""
+        activation = self.of(entry.args[0])
+        if entry.kind is EntryKind.GRADIENT and entry.outputs:
+            ((path, tensor),) = entry.outputs
+            node = self._node(NodeKind.GRADIENT, None, entry.name, args=(activation,), late=True)
+            self._hooked = activation, self._bind(tensor, node, path, entry.specs[id(tensor)])
+        elif entry.kind is EntryKind.HOOKED:
+            assert self._hooked is not None
+            final = self.of(entry.args[1])
+            self.graph.gradients.append(HookedGradient(*self._hooked, final))
+            self._hooked = None
 
     def _check_borrowed(self, entry: Entry) -> None:
         """Makes sure that a leaf runs where what it reads besides its arguments was kept.
@@ -278,6 +324,19 @@ class Values:
         """Returns a template with values in the places of fakes and constants."""
         return retemplate(template, (torch.Tensor, Constant), self.of)
 
+    def activations_of(self, root: torch.Tensor) -> Iterator[Value]:
+        """Yields the values that the gradient of a tensor comes to, in the order in which it does.
+
+        Autograd takes what was made last first.
+        """
+        pending, reached = [self.of(root)], set[Value]()
+        while pending:
+            value = pending.pop()
+            if value not in reached and value.requires_grad:
+                reached.add(value)
+                pending += [*value.node.inputs, *value.node.changed_views]
+        yield from sorted(reached, key=lambda value: value.index, reverse=True)
+
     def is_from_outside(self, tensor: torch.Tensor) -> bool:
         """Whether code outside of the leaf that runs has made a tensor of the step."""
         return id(tensor) in self._outside or id(tensor) in self._escaped
@@ -371,6 +430,40 @@ class Values:
                 lambda tensor: tensor, (value,), {}, (), attribute=self._scene.real_of
             )
         return real
+
+
+def _check_late(entry: Entry, changed: Iterable[Value]) -> None:
+    """Makes sure that a call which computes from gradients can be made behind the backward pass.
+
+    Raises:
+        UnsupportedError: it cannot.
+    """
+    if entry.kind is EntryKind.LEAF:
+        raise computes_on(entry.name)
+    if any(not value.node.late for value in changed):
+        raise UnsupportedError(
+            f"{entry} writes what it computes from the gradient of an activation to a tensor of "
+            "the forward pass, a parameter or a buffer, while a pipelined step runs. Return it "
+            "from the step function and write it after the call, or do it inside one module."
+        )
+    if entry.draw is not None:
+        raise UnsupportedError(
+            f"{entry} draws random numbers for the gradient of an activation, while a pipelined "
+            "step runs. Draw them in the forward pass, or from a torch.Generator of your own."
+        )
+
+
+def computes_on(name: str) -> UnsupportedError:
+    """Returns the error of what needs gradients of a step to compute on in it.
+
+    Args:
+        name: of what does.
+    """
+    return UnsupportedError(
+        f"{name} is to compute with the gradient of an activation, or of an input, of the same "
+        "pipelined step: the Python of a step runs before there are gradients. Return the "
+        "gradient from the step function, and go on in another one."
+    )
 
 
 def _default_device(
