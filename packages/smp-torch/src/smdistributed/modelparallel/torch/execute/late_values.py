@@ -34,8 +34,8 @@ def late_value(
         if node.kind is NodeKind.GRADIENT:
             raise UnsupportedError(
                 f"the script looks at the gradient of a result of {node.args[0].node.name}, and "
-                "the backward pass does not come to it: a module does not use it, or detaches it. Look "
-                "at the gradient of what the loss depends on."
+                "the backward pass does not come to it: a module does not use it, or detaches it. "
+                "Look at the gradient of what the loss depends on."
             )
     given = {number: tensor for number, tensor in enumerate(inputs) if tensor is not None}
     result: torch.Tensor = evaluate_replicated(_itself, (value,), {}, given, given=known)

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wa
 from smdistributed.modelparallel.torch.planning.recomputing import can_repeat, how_again, parts_of
 from smdistributed.modelparallel.torch.planning.runs import runs_of
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.record.calls.lifted_hooks import lifted
 from smdistributed.modelparallel.torch.record.calls.regions import Again
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.taps import Tap, tapped
@@ -172,6 +173,7 @@ class Program:
             "flagged": flagged,
             "checked": _checked,
             "alike": _alike,
+            "lifted": lifted,
         }
         self._constants: dict[int, str] = {}
         lines = self._lines(segment)
@@ -311,6 +313,8 @@ class Program:
             guard = guard_of(node.target, node.name)
             if guard.slots:
                 seeded += f", {self._constant(guard)}.on()"
+            if node.lifted or node.lifts:
+                seeded += f", lifted({self._constant(node.lifted)})"
             for spot, content in node.lent:
                 seeded += f", {self._constant(spot)}.showing({self._expression(content)})"
             seeded += ": "

@@ -154,6 +154,7 @@ class Node:
         decides: LEAF: it decides by numbers that fakes do not have.
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
+        lifted, lifts: LEAF: what is lifted out of it, as of its entry.
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
@@ -185,6 +186,8 @@ class Node:
     decides: bool = False
     in_turn: str = ""
     rewrites: bool = False
+    lifted: tuple[nn.Module, ...] = ()
+    lifts: bool = False
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False
@@ -264,6 +267,7 @@ class Node:
             and (self.grad_enabled, self.autocast) == (other.grad_enabled, other.autocast)
             and (self.switches, self.default_dtype) == (other.switches, other.default_dtype)
             and self.flags == other.flags
+            and (self.lifted, self.lifts) == (other.lifted, other.lifts)
             and self.values == other.values
             and (self.draw, self.replicated) == (other.draw, other.replicated)
             and _same_target(self.target, other.target)

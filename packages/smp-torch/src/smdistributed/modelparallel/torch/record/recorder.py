@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     quiet_fakes,
 )
 from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
+    OF_GRADIENTS,
     ActivationGradients,
 )
 from smdistributed.modelparallel.torch.record.calls.interception import intercepted
@@ -128,6 +129,7 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(quiet_fakes())
             stack.enter_context(self._context.mode)
+            self._scene.lifted.follow()
             stack.enter_context(self._context.meter)
             yield
             self._attributes.check()
@@ -272,9 +274,9 @@ class Recorder(TorchFunctionMode):
         self._now = now = Microbatch(self._context, trace, call, decisions)
         self._known = KnownCalls(self._context, now)
         self._new = NewCalls(self._context, now)
-        self._gradients = ActivationGradients(self._context, now, self._known)
+        self._gradients = ActivationGradients(self._context, now, self._known, self._attributes)
         now.ahead = Ahead(self._context, now, self._known, self._new.make, self._attributes)
-        self._leaves = LeafCalls(self._context, now, self._known, self._attributes)
+        self._leaves = LeafCalls(self._context, now, self._known, self._attributes, self._gradients)
         self._state.begin()
         self._calls.begin()
 
@@ -375,6 +377,7 @@ class Recorder(TorchFunctionMode):
         at = opened.at
         everything = [*opened.known, *log]
         for span in done:
+            self._leaves.lift(span.entry)
             self._leaves.settle(span.entry, span.call)
         for position, entry in enumerate(everything):
             if entry.held and id(entry) in spans:
@@ -404,6 +407,8 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in OF_GRADIENTS and self._gradients.concerns(func, args):
+            return self._gradients.call(func, *args, **kwargs)
         if self._state.paused:
             return func(*args, **kwargs)
         refuse_reads(func, types, args, kwargs)
@@ -416,8 +421,6 @@ class Recorder(TorchFunctionMode):
                 return self._now.requires_grad(args[0])
             return func(*args, **kwargs)
         if not self._state.leaf_depth:
-            if self._gradients.concerns(func, args):
-                return self._gradients.call(func, *args, **kwargs)
             if isinstance(kwargs.get("generator"), torch.Generator):
                 return self._new.draw(func, args, kwargs)
             entry = self._known.match(EntryKind.CALL, func, args, kwargs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,11 @@ from torch.nn.modules import module as module_hooks
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
+    LiftedHooks,
+    has_gradient_hooks,
+    hooks_removed,
+)
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHook
@@ -48,6 +53,7 @@ class Scene:
         leaf_of: module -> the outermost leaf that it is in.
         open: the modules of models that have no partition yet.
         hidden: attributes of modules that leaves change.
+        lifted: hooks that are lifted out of modules.
         lent: leaf -> where its calls find tensors that are lent to them.
         states: leaf -> the Python state that it can see, as it was when it was called.
         caches: of functions, which may keep fakes.
@@ -70,6 +76,7 @@ class Scene:
         self.states: dict[nn.Module, Snapshot] = {}
         self.caches = FunctionCaches()
         self.names = {module: name for model in models for module, name in model.names.items()}
+        self.lifted = LiftedHooks(self.names)
         self.draw_names = {
             module: model.draw_name(module) for model in models for module in model.names
         }
@@ -161,7 +168,17 @@ class Scene:
     def seen_by(self, leaf: nn.Module) -> Snapshot:
         """Returns the Python state that a leaf can see, the hooks of its parameters included."""
         hooks = [hook.function for hook in self.hooks_in(leaf)]
-        return Snapshot(leaf.modules(), hooks, moved=self.own_tensors)
+        return self.snapshot(leaf, hooks, moved=self.own_tensors)
+
+    def snapshot(
+        self,
+        leaf: nn.Module,
+        code: Iterable[Callable[..., Any]] = (),
+        moved: Container[int] = (),
+    ) -> Snapshot:
+        """Returns the Python state that a leaf can reach; hooks that are lifted out are not its."""
+        with hooks_removed(self.lifted.modules):
+            return Snapshot(leaf.modules(), code, moved=moved)
 
     def hooks_in(self, leaf: nn.Module) -> list[GradientHook]:
         """Returns the hooks on the gradients of the parameters in a leaf."""
@@ -192,7 +209,9 @@ class Scene:
         Raises:
             UnsupportedError: it has.
         """
-        if module._backward_hooks or module._backward_pre_hooks or _has_global_backward_hooks():
+        if module in self.lifted.modules:
+            return
+        if has_gradient_hooks(module) or _has_global_backward_hooks():
             raise UnsupportedError(
                 f"{self.names[module] or 'the model'} is split over partitions and has hooks of "
                 "its backward pass (register_full_backward_hook, register_full_backward_pre_hook): "
@@ -296,7 +315,7 @@ class Scene:
                 rest = [module for module in self.names if module not in self.leaf_of]
                 self._reach[None] = Snapshot(rest, self._code, self.leaf_of.keys()).places()
             else:
-                self._reach[leaf] = Snapshot(leaf.modules()).places()
+                self._reach[leaf] = self.snapshot(leaf).places()
         return self._reach[leaf]
 
 

@@ -179,11 +179,6 @@ def _read(node: Any, name: str) -> list[torch.Tensor]:
         return []
 
 
-def has_backward_hooks(leaf: nn.Module) -> bool:
-    """Whether a module, or one in it, has hooks of its backward pass."""
-    return any(each._backward_hooks or each._backward_pre_hooks for each in leaf.modules())
-
-
 def module_of(function: Any) -> str:
     """Returns the name of the Python module that a function is from."""
     function = getattr(function, "func", function)

@@ -1,16 +1,22 @@
-"""Hooks on activations, and activations whose gradient is kept: by code between the modules.
+"""Hooks on activations, and activations whose gradient is kept.
 
 No rank has a gradient while Python runs. A hook is Python all the same, and runs where one process
 would run it: in ``model.backward``, in each microbatch, on every rank, on a fake of the gradient.
 What it computes is written down, and computed where the gradient is, when the backward pass comes
-to it (``torch.execute.activation_gradients``). What it stores, counts or logs is Python like that
-of the step.
+to it (``torch.planning.late_values``). What it stores, counts or logs is Python like that of the
+step.
+
+Such are hooks on what code between modules has, and those that are lifted out of modules
+(``lifted_hooks``).
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +26,58 @@ from torch.utils.hooks import RemovableHandle
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
+from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
+    asks,
+    forward_hook_of,
+    hooks_removed,
+)
+from smdistributed.modelparallel.torch.record.leaves.attributes import LeafAttributes
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind
 
 _TENSOR: Any = torch.Tensor
 _REGISTER, _RETAIN, _READ = _TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.grad.__get__
-_Hook = Callable[[torch.Tensor], torch.Tensor | None]
+#: Functions of torch that may concern the gradient of an activation.
+OF_GRADIENTS = (_REGISTER, _RETAIN, _READ)
+_Hook = Callable[..., Any]
+#: With the module whose forward hook has put it there, if one has.
+_Hooks = MutableMapping[int, tuple[nn.Module | None, _Hook]]
+
+
+@dataclass(eq=False)
+class _HookedCall:
+    """The call of a module whose hooks look at its gradients.
+
+    Attributes:
+        module: the module.
+        before, behind: its hooks, on gradients of what it gave, and of what it was given as well.
+        inputs, outputs: the tensors that take part; None for others.
+        whole: it is known what it was given: it is called by code between modules.
+        waits_for: identities of those to which the backward pass has yet to come.
+        is_begun: the hooks of the first kind have run.
+    """
+
+    module: nn.Module
+    before: Sequence[_Hook]
+    behind: Sequence[_Hook]
+    inputs: Sequence[torch.Tensor | None]
+    outputs: Sequence[torch.Tensor | None]
+    whole: bool
+    waits_for: set[int]
+    is_begun: bool = False
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Those by whose gradients it is known."""
+        for each in (*self.outputs, *(self.inputs if self.whole else ())):
+            if each is not None:
+                yield each
+
+    def needs(self, tensor: torch.Tensor) -> bool:
+        """Whether the gradient of a tensor may still be changed by it."""
+        if any(each is tensor for each in self.outputs):
+            return not self.is_begun
+        return bool(self.waits_for) and any(each is tensor for each in self.inputs)
 
 
 class ActivationGradients:
@@ -35,42 +87,57 @@ class ActivationGradients:
         context: of the recorder.
         now: the microbatch.
         known: calls that the trace has.
+        attributes: of the leaves.
     """
 
-    def __init__(self, context: Context, now: Microbatch, known: KnownCalls) -> None:
+    def __init__(
+        self, context: Context, now: Microbatch, known: KnownCalls, attributes: LeafAttributes
+    ) -> None:
+        self._attributes = attributes
         self._context = context
         self._now = now
         self._known = known
+        self._calls_hooks = False
         self.let_go()
 
     def let_go(self) -> None:
         """Keeps nothing that holds fakes."""
-        self._hooks: dict[int, collections.OrderedDict[int, _Hook]] = {}
+        self._hooks: dict[int, _Hooks] = {}
         self._retained: set[int] = set()
-        #: What ``grad`` gives, by the identity of an activation.
-        self._found: dict[int, torch.Tensor] = {}
+        self._calls: list[_HookedCall] = []
+        #: What the gradients of activations are now, by their identity.
+        self._gradients: dict[int, torch.Tensor] = {}
         self._roots: list[torch.Tensor] = []
+        #: What is done when the call of a leaf that is in progress is written down.
+        self._later: list[Callable[[], object]] = []
+
+    # ------------------------------------------------------------------ what is looked at
 
     def concerns(self, function: Any, args: Any) -> bool:
         """Whether a call of a torch function is about the gradient of an activation.
 
         A module that may turn out to be a leaf, and does so, is made one: there it runs as it is.
         """
-        if function not in (_REGISTER, _RETAIN, _READ):
+        if function not in OF_GRADIENTS:
             return False
-        tensor = self._now.fake(args[0])
+        tensor, state = self._now.fake(args[0]), self._context.state
         if not isinstance(tensor, FakeTensor) or id(tensor) in self._context.scene.slots:
             return False
-        if (module := self._within()) is None:
-            return True
-        if function != _READ:
-            self._context.calls.keep_whole(module, "it looks at gradients of its activations")
-        return False
-
-    def _within(self) -> nn.Module | None:
-        """Returns the innermost module in progress that may turn out to be a leaf."""
+        if state.paused or state.leaf_depth:
+            is_outside = self._calls_hooks if state.paused else forward_hook_of() is not None
+            return function != _READ and is_outside and not _asks(function, args)
         span = self._now.span
-        return None if span is None or span.module in self._context.scene.roots else span.module
+        if span is None or span.module in self._context.scene.roots:
+            return True
+        if function == _READ:
+            return False
+        if forward_hook_of() is not None and not _asks(function, args):
+            while span is not None:
+                span.entry.lifts = True
+                span = span.parent
+            return True
+        self._context.calls.keep_whole(span.module, "it looks at gradients of its activations")
+        return False
 
     def call(self, function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Stands in for the call of a torch function that ``concerns`` them."""
@@ -79,22 +146,104 @@ class ActivationGradients:
             return self._gradient_of(tensor)
         if not self._now.requires_grad(tensor):
             function(tensor, *args, **kwargs)  # which says that it has none
-        self._watch(tensor)
         if function == _RETAIN:
-            self._retained.add(id(tensor))
+            self._soon(lambda: self._retained.add(self._watched(tensor)))
             return None
         return self._add(tensor, *args, **kwargs)
 
     def _add(self, tensor: torch.Tensor, hook: _Hook) -> RemovableHandle:
-        hooks = self._hooks.setdefault(id(tensor), collections.OrderedDict())
+        hooks: _Hooks = collections.OrderedDict()
         handle = RemovableHandle(hooks)
-        hooks[handle.id] = hook
+        hooks[handle.id] = forward_hook_of(), hook
+
+        def add() -> None:
+            known = self._hooks.setdefault(self._watched(tensor), hooks)
+            if known is not hooks:
+                known.update(hooks)
+                handle.hooks_dict_ref = weakref.ref(known)
+
+        self._soon(add)
         return handle
 
-    def _watch(self, tensor: torch.Tensor) -> None:
-        """Writes down that the backward pass is to tell of a tensor."""
+    def _soon(self, act: Callable[[], object]) -> None:
+        """Does something now, or when the leaf in progress, which makes the tensor, is known."""
+        if self._context.state.paused or self._context.state.leaf_depth:
+            self._later.append(act)
+        else:
+            act()
+
+    def _watched(self, tensor: torch.Tensor) -> int:
+        """Writes down that the backward pass is to tell of a tensor; returns its identity."""
+        tensor = self._now.fake(tensor)
         name = "a hook on an activation, or retain_grad()"
         self._entry(EntryKind.WATCHED, name, (tensor,), lambda entry: None)
+        return id(tensor)
+
+    # ------------------------------------------------------------------ modules
+
+    @property
+    def lifts(self) -> bool:
+        """Whether hooks are lifted out of the leaf in progress."""
+        return bool(self._later)
+
+    @contextlib.contextmanager
+    def calling_hooks(self) -> Iterator[None]:
+        """Inside, the forward hooks of a leaf whose call is known are called."""
+        self._calls_hooks = True
+        try:
+            yield
+        finally:
+            self._calls_hooks = False
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Inside, a leaf runs for what it shows; nothing is looked at."""
+        later, self._later = self._later, []
+        try:
+            yield
+        finally:
+            self._later = later
+
+    def settle(self) -> None:
+        """Takes note that a leaf, which was in progress, is written down."""
+        later, self._later = self._later, []
+        for act in later:
+            act()
+
+    def is_lifted(self, module: nn.Module) -> bool:
+        """Whether the hooks on the backward pass of a module are lifted out of it."""
+        return module in self._context.scene.lifted.modules and torch.is_grad_enabled()
+
+    def call_module(
+        self, module: nn.Module, args: tuple[Any, ...], call: Callable[[tuple[Any, ...]], Any]
+    ) -> Any:
+        """Calls a module whose hooks on its backward pass are lifted out of it."""
+        state = self._context.state
+        before = list(module._backward_pre_hooks.values())
+        behind = list(module._backward_hooks.values())
+        whole = not state.leaf_depth
+        if whole:
+            # What it is given may be used elsewhere, too.
+            args = tuple(each.view_as(each) if _takes_part(each) else each for each in args)
+        with hooks_removed([module]):
+            result = call(args)
+        inputs = [each if _takes_part(each) else None for each in args]
+        given = result if isinstance(result, tuple) else (result,)
+        outputs = [each if _takes_part(each) else None for each in given]
+        found = _HookedCall(module, before, behind, inputs, outputs, whole, set())
+        self._soon(lambda: self._note(found))
+        return result
+
+    def _note(self, call: _HookedCall) -> None:
+        def fakes(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+            return [None if each is None else self._now.fake(each) for each in tensors]
+
+        call.inputs, call.outputs = fakes(call.inputs), fakes(call.outputs)
+        for tensor in call.tensors:
+            self._watched(tensor)
+        self._calls.append(call)
+
+    # ------------------------------------------------------------------ the backward pass
 
     def _entry(
         self, kind: EntryKind, name: str, args: Any, complete: Callable[[Entry], None]
@@ -114,17 +263,6 @@ class ActivationGradients:
             now.add(entry)
             return entry
 
-    def arrive(self, root: torch.Tensor, backward: Entry) -> None:
-        """Runs the hooks to which a backward pass comes.
-
-        Args:
-            root: that it starts at.
-            backward: its entry.
-        """
-        self._roots.append(root)
-        for tensor in backward.result or ():
-            self._arrive_at(tensor, list(self._hooks.get(id(tensor), {}).values()))
-
     def reached(self, root: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns the watched tensors to which a new backward pass comes, in that order."""
         values = self._now.values
@@ -135,20 +273,112 @@ class ActivationGradients:
         by_value = {values.of(each): each for each in watched}
         return tuple(by_value[each] for each in values.activations_of(root) if each in by_value)
 
-    def _arrive_at(self, tensor: torch.Tensor, hooks: Sequence[_Hook] = ()) -> torch.Tensor | None:
-        """Runs hooks of a tensor; returns its gradient, None if it gets none."""
+    def arrive(self, root: torch.Tensor, backward: Entry) -> None:
+        """Runs the hooks to which a backward pass comes.
+
+        Args:
+            root: that it starts at.
+            backward: its entry.
+        """
+        self._roots.append(root)
+        reached = backward.result or ()
+        identities = set(map(id, reached))
+        for call in self._calls:
+            call.waits_for = identities.intersection(map(id, call.tensors))
+            call.is_begun = False
+        open_ones: list[torch.Tensor] = []
+        for tensor in reached:
+            if self._arrive_at(tensor):
+                open_ones.append(tensor)
+            for call in self._calls:
+                self._arrive_in(call, tensor)
+            for each in open_ones:
+                if not any(call.needs(each) for call in self._calls):
+                    self._leave(each)
+            open_ones = [e for e in open_ones if any(call.needs(e) for call in self._calls)]
+
+    def _arrive_at(self, tensor: torch.Tensor) -> bool:
+        """Runs the hooks of a tensor; returns whether the backward pass comes to it."""
         entry = self._entry(EntryKind.GRADIENT, "a gradient", (tensor,), self._make)
-        given: torch.Tensor | None = entry.result
-        if given is None:
-            return None
-        gradient = given
-        with torch.no_grad():
-            for hook in hooks:
-                changed = hook(gradient)
-                gradient = gradient if changed is None else self._checked(changed, tensor)
+        if entry.result is None:
+            return False
+        self._gradients[id(tensor)] = entry.result
+        for module, hook in list(self._hooks.get(id(tensor), {}).values()):
+            with self._in_hooks(module):
+                self._change(tensor, hook(self._gradients[id(tensor)]))
+        return True
+
+    @contextlib.contextmanager
+    def _in_hooks(self, module: nn.Module | None) -> Iterator[None]:
+        """Inside, a hook runs that a module, or one of its forward hooks, has: it may set these."""
+        leaf = None if module is None else self._context.scene.leaf_of.get(module)
+        with (
+            torch.no_grad(),
+            contextlib.nullcontext() if leaf is None else self._attributes.set_by_hooks(leaf),
+        ):
+            yield
+
+    def _arrive_in(self, call: _HookedCall, tensor: torch.Tensor) -> None:
+        """Runs the hooks of a module when the backward pass has come to all that they wait for."""
+        if id(tensor) not in call.waits_for:
+            return
+        call.waits_for.remove(id(tensor))
+        outputs = self._found(call.outputs)
+        if not call.is_begun and call.waits_for.isdisjoint(map(id, call.outputs)):
+            with self._in_hooks(call.module):
+                for hook in call.before:
+                    self._change_each(call.outputs, hook(call.module, outputs))
+                    outputs = self._found(call.outputs)
+            call.is_begun = True
+        if not call.waits_for:
+            inputs = self._found(call.inputs) if call.whole else self._unknown(call.inputs)
+            with self._in_hooks(call.module):
+                for hook in call.behind:
+                    self._change_each(call.inputs, hook(call.module, inputs, outputs), call.whole)
+                    inputs = self._found(call.inputs) if call.whole else inputs
+
+    def _found(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if each is None else self._gradients.get(id(each)) for each in tensors)
+
+    def _unknown(self, tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+        """Returns what stands for gradients within a module that stays whole: none may be used."""
+        with self._context.state.pausing():
+            return tuple(
+                None if each is None else torch.empty_like(each, requires_grad=False)
+                for each in tensors
+            )
+
+    def _change_each(
+        self, tensors: Sequence[torch.Tensor | None], changed: Any, is_known: bool = True
+    ) -> None:
+        """Takes what a hook of a module has made of gradients."""
+        if changed is None:
+            return
+        if not is_known:
+            raise UnsupportedError(
+                "a hook on the backward pass of a module changes the gradient of what the module "
+                "is given, within a module that stays whole, while a pipelined step runs. Change "
+                "what the module gives, by register_full_backward_pre_hook, or do it in the "
+                "forward of the module."
+            )
+        changed = changed if isinstance(changed, tuple) else (changed,)
+        if len(changed) != len(tensors):
+            raise RuntimeError(
+                f"a hook on the backward pass of a module returned {len(changed)} gradients of "
+                f"{len(tensors)}."
+            )
+        for tensor, each in zip(tensors, changed, strict=True):
+            if tensor is not None and id(tensor) in self._gradients:
+                self._change(tensor, each)
+
+    def _change(self, tensor: torch.Tensor, changed: Any) -> None:
+        if changed is not None:
+            self._gradients[id(tensor)] = self._checked(changed, tensor)
+
+    def _leave(self, tensor: torch.Tensor) -> None:
+        """Writes down what has become of the gradient of a tensor."""
+        gradient = self._gradients[id(tensor)]
         self._entry(EntryKind.HOOKED, "hooks", (tensor, gradient), lambda entry: None)
-        self._found[id(tensor)] = gradient
-        return gradient
 
     def _make(self, entry: Entry) -> None:
         """Completes the entry of the gradient of a tensor, if a backward pass has come to it."""
@@ -190,6 +420,20 @@ class ActivationGradients:
         """Returns what ``tensor.grad`` is now."""
         if not (id(tensor) in self._retained or tensor.is_leaf) or not self._roots:
             return None
-        if id(tensor) not in self._found and self._now.requires_grad(tensor):
-            return self._arrive_at(tensor)
-        return self._found.get(id(tensor))
+        if id(tensor) not in self._gradients and self._now.requires_grad(tensor):
+            entry = self._entry(EntryKind.GRADIENT, "a gradient", (tensor,), self._make)
+            if entry.result is not None:
+                self._gradients[id(tensor)] = entry.result
+                self._leave(tensor)
+        return self._gradients.get(id(tensor))
+
+
+def _asks(function: Any, args: Any) -> bool:
+    """Whether what is put on a tensor asks for the value of its gradient."""
+    if function != _REGISTER:
+        return False
+    return asks(args[1], torch.empty_like(args[0], requires_grad=False))
+
+
+def _takes_part(obj: Any) -> bool:
+    return isinstance(obj, torch.Tensor) and obj.requires_grad

@@ -104,6 +104,7 @@ class KnownCalls:
             return True
         return (
             entry.flags == context.scene.flags_of(entry.target)
+            and entry.lifted == context.scene.lifted.inside(entry.modules)
             and all(self._is_in_state(carried, before) for carried, before in entry.held)
             and self._is_lent(entry)
         )

@@ -13,7 +13,11 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, attributes_of
+from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
+    ActivationGradients,
+)
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
+from smdistributed.modelparallel.torch.record.calls.lifted_hooks import has_gradient_hooks, lifted
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
@@ -47,7 +51,7 @@ from smdistributed.modelparallel.torch.state.carried import (
     give_state,
     state_of,
 )
-from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.state.snapshot import Change
 from smdistributed.modelparallel.torch.tensors.nested import (
     containers_in,
     fill,
@@ -58,10 +62,7 @@ from smdistributed.modelparallel.torch.tensors.nested import (
 )
 from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied
 from smdistributed.modelparallel.torch.trial.passes import PassTrial
-from smdistributed.modelparallel.torch.trial.turns import (
-    has_backward_hooks,
-    keeps_state,
-)
+from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 
 class LeafCalls:
@@ -72,12 +73,19 @@ class LeafCalls:
         now: the microbatch.
         known: calls that the trace has.
         attributes: of the leaves.
+        gradients: that code looks at.
     """
 
     def __init__(
-        self, context: Context, now: Microbatch, known: KnownCalls, attributes: LeafAttributes
+        self,
+        context: Context,
+        now: Microbatch,
+        known: KnownCalls,
+        attributes: LeafAttributes,
+        gradients: ActivationGradients,
     ) -> None:
         self._context = context
+        self._gradients = gradients
         self._now = now
         self._known = known
         self._attributes = attributes
@@ -95,6 +103,21 @@ class LeafCalls:
         """Stands in for ``module(*args, **kwargs)``; ``call`` is the real call."""
         if module not in self._scene.names or self._state.paused:
             return call(module, *args, **kwargs)
+        with self._state.pausing():
+            self._scene.lifted.follow()
+        if self._gradients.is_lifted(module):
+            return self._gradients.call_module(
+                module, args, lambda args: self._call(call, module, args, kwargs)
+            )
+        return self._call(call, module, args, kwargs)
+
+    def _call(
+        self,
+        call: Callable[..., Any],
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         if self._state.leaf_depth:
             return self._now.call_inside(call, module, *args, **kwargs)
         if any(isinstance(each, PendingNumber) for each in (*args, *kwargs.values())):
@@ -142,11 +165,16 @@ class LeafCalls:
                 for tensor in entry.changed:
                     entry.specs[id(tensor)].give(tensor)
         if entry.seen is Seen.HOOKS:
-            with self._state.pausing(), self._attributes.shown_to(entry.target):
+            with (
+                self._state.pausing(),
+                self._attributes.shown_to(entry.target),
+                self._gradients.calling_hooks(),
+            ):
                 for each in entry.hooked:
                     given = fill(each[1:], (Carried, Constant), now.given_for)
                     call_hooks(each.module, *given)
         self.end(entry)
+        self._gradients.settle()
         if entry.effects:
             with self._state.pausing():
                 for carried, effects in entry.effects:
@@ -185,7 +213,8 @@ class LeafCalls:
             with self._attributes.shown_to(module):
                 alike = None
                 if entry.held:
-                    alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
+                    with self._gradients.aside():
+                        alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
                 run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
                 now.grown += run.grown
                 entry.left = [each for each in run.grown if each.is_own]
@@ -198,10 +227,19 @@ class LeafCalls:
                 raise left
             if alike is not None and alike != run.lines:
                 raise depends_on_others(entry.name, templates)
+            self.lift(entry)
             self.settle(entry, call)
             now.add(entry)
             self.end(entry)
+        self._gradients.settle()
         return run.result
+
+    def lift(self, entry: Entry) -> None:
+        """Notes what is lifted out of a leaf."""
+        entry.lifted = self._scene.lifted.inside(entry.modules)
+        entry.lifts |= self._gradients.lifts
+        if entry.lifts and entry.seen is Seen.NOTHING:
+            entry.seen = Seen.HOOKS
 
     def _entry(self, module: nn.Module, args: Any, kwargs: Any) -> Entry:
         """Returns the entry of a leaf's call, before the call."""
@@ -310,7 +348,7 @@ class LeafCalls:
             handed = self._handed(entry)
             items = _items_given(args, kwargs)
             watch = Watch(self._context.meter, self._state, module, (args, kwargs))
-            snapshot = Snapshot(module.modules(), moved=self._scene.own_tensors)
+            snapshot = self._scene.snapshot(module, moved=self._scene.own_tensors)
             possible = len(self._state.possible)
             outer = now.span
             span = Span(module, outer, len(now.new), entry, snapshot, call, before)
@@ -370,7 +408,7 @@ class LeafCalls:
         (args, kwargs), _ = self._call_again(call, entry)
         with self._aside(entry):
             watch = Watch(self._context.meter, self._state, leaf, ())
-            snapshot = Snapshot(leaf.modules())
+            snapshot = self._scene.snapshot(leaf)
             changes: list[Change] = []
             # What is not made for random numbers decides by others.
             with contextlib.suppress(Exception):
@@ -389,7 +427,9 @@ class LeafCalls:
         changes = keeps_state(entry.stateful)
         found = self._scene.hooks_in(leaf)
         hooks = [(now.fake(hook.parameter), hook.function) for hook in found]
-        entry.runs_backward |= bool(hooks) or has_backward_hooks(leaf)
+        entry.runs_backward |= bool(hooks) or any(
+            has_gradient_hooks(each) and each not in entry.lifted for each in leaf.modules()
+        )
         if any(hook.moment is not Moment.GRADIENT for hook in found):
             entry.in_turn = "its parameters have hooks that run when a gradient has been added up"
             entry.sees_backward = True
@@ -476,6 +516,8 @@ class LeafCalls:
                 self._calls.uncounted(),
                 self._attributes.shown_to(entry.target),
                 in_place(entry),
+                self._gradients.aside(),
+                lifted(tuple(entry.lifted)),
                 hooks_of_packages_removed(entry.target),
             ):
                 yield

@@ -103,6 +103,7 @@ class LeafAttributes:
         self._state = state
         self._deed = deed
         self._running: nn.Module | None = None
+        self._hooked: nn.Module | None = None
         self._called: dict[nn.Module, dict[Entry, None]] = {}
         #: What code can see that backward passes will run, by the name of who gave it.
         self._later: list[tuple[str, Snapshot]] = []
@@ -120,6 +121,8 @@ class LeafAttributes:
             leaf = self._scene.leaf_of.get(module)
             inside = self._state.leaf_depth or self._state.runs_for_real
             inside = inside or leaf is self._running
+            if leaf is not None and leaf is self._hooked:
+                self._set.add((module, name))
             if leaf is not None and not inside and name not in OF_MODULES:
                 self._check(leaf, module, name, value)
             former(module, name, value)
@@ -290,6 +293,16 @@ class LeafAttributes:
                 yield
         finally:
             self._running = former
+
+    @contextlib.contextmanager
+    def set_by_hooks(self, leaf: nn.Module) -> Iterator[None]:
+        """Lets hooks that are lifted out of a leaf see its attributes and set them, for all."""
+        former, self._hooked = self._hooked, leaf
+        try:
+            with self.shown_to(leaf):
+                yield
+        finally:
+            self._hooked = former
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Lets all leaves see their attributes."""

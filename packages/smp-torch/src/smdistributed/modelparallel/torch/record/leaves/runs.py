@@ -30,7 +30,7 @@ from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.python_random import python_random_kept
-from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.state.snapshot import Change
 from smdistributed.modelparallel.torch.tensors.nested import (
     fill,
     placeholders,
@@ -102,7 +102,7 @@ class LeafRuns:
         about data while it runs on fakes.
         """
         self.begin()
-        snapshot = Snapshot(module.modules())
+        snapshot = self._scene.snapshot(module)
         possible = len(self._state.possible)
         with self.apart(values) as graph:
             try:

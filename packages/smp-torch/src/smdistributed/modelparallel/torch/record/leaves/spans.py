@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.record.trace.taps import (
     container_taps,
     has_hooks_of_others,
 )
-from smdistributed.modelparallel.torch.record.trace.tree import Entry, HookedCall
+from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, HookedCall
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 from smdistributed.modelparallel.torch.tensors.nested import Path
@@ -102,6 +102,14 @@ def collapsed(log: Sequence[Entry], chosen: Sequence[Span]) -> list[Entry]:
         found += log[position : span.start]
         if not span.failed:
             found.append(span.entry)
+            inside = log[span.start : span.end]
+            known = {*span.entry.inner, *(id(tensor) for _, tensor in span.entry.outputs)}
+            # Hooks that code outside has put on what it made.
+            found += [
+                each
+                for each in inside
+                if each.kind is EntryKind.WATCHED and id(each.args[0]) in known
+            ]
         position = span.end
     return [*found, *log[position:]]
 

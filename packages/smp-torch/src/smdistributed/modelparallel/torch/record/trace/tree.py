@@ -143,6 +143,8 @@ class Entry:
         sees_backward: LEAF: its next forward pass may see what a backward pass has changed.
         seen: LEAF: what code outside can see of it besides its result.
         hooked: LEAF: the calls of modules in it, and its own, that have hooks of others.
+        lifted: LEAF: the modules in it whose hooks on their backward pass are lifted out.
+        lifts: LEAF: hooks that its forward hooks put on activations are.
         refusal: why it can be made only in a module that stays whole; else "".
         left: LEAF: the tensors that it puts into containers of its own.
         borrowed: LEAF: tensors of the step that it reads and is not given: others have kept them.
@@ -185,6 +187,8 @@ class Entry:
     rewrites: bool = False
     seen: Seen = Seen.NOTHING
     hooked: list[HookedCall] = field(default_factory=list)
+    lifted: set[nn.Module] = field(default_factory=set)
+    lifts: bool = False
     refusal: str = ""
     left: list[Growth] = field(default_factory=list)
     borrowed: list[torch.Tensor] = field(default_factory=list)

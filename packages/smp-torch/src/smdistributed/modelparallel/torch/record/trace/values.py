@@ -91,8 +91,8 @@ class Values:
         #: Fakes that a leaf made and did not return -> where a replay finds them.
         self._escaped: dict[int, tuple[Node, Entry, Tap, torch.Tensor]] = {}
         self._trace = trace
-        #: The activation, with its gradient, whose hooks run at present.
-        self._hooked: tuple[Value, Value] | None = None
+        #: By the activation, the gradients whose hooks run at present.
+        self._hooked: dict[Value, Value] = {}
         self._inputs: list[tuple[torch.Tensor, Value]] = []
         for position, fake in enumerate(trace.inputs):
             node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
@@ -151,9 +151,7 @@ class Values:
             )
         )
         before = {id(tensor): self._known[id(tensor)] for tensor in entry.changed}
-        late = any(value.node.late for value in inputs) or (
-            self._hooked is not None and not replicated
-        )
+        late = any(value.node.late for value in inputs) or (bool(self._hooked) and not replicated)
         if late and self._state.is_glue:
             _check_late(entry, before.values())
         node = self._node(
@@ -176,6 +174,8 @@ class Values:
             decides=entry.decides,
             in_turn=entry.in_turn,
             rewrites=entry.rewrites,
+            lifted=tuple(each for each in entry.modules if each in entry.lifted),
+            lifts=entry.lifts,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=replicated,
             late=late,
@@ -206,16 +206,22 @@ class Values:
 
     def _take_gradient(self, entry: Entry) -> None:
         """Writes that the gradient of an activation arrives, or what its hooks have made of it."""
+        if entry.kind is EntryKind.GRADIENT and not entry.outputs:
+            return
+        if self._state.is_glue and not self._is_known(entry.args[0]):
+            return  # it is within a leaf, and nobody may use its gradient
         activation = self.of(entry.args[0])
-        if entry.kind is EntryKind.GRADIENT and entry.outputs:
+        if entry.kind is EntryKind.GRADIENT:
             ((path, tensor),) = entry.outputs
             node = self._node(NodeKind.GRADIENT, None, entry.name, args=(activation,), late=True)
-            self._hooked = activation, self._bind(tensor, node, path, entry.specs[id(tensor)])
+            given = self._bind(tensor, node, path, entry.specs[id(tensor)])
+            self._hooked[activation] = given
         elif entry.kind is EntryKind.HOOKED:
-            assert self._hooked is not None
-            final = self.of(entry.args[1])
-            self.graph.gradients.append(HookedGradient(*self._hooked, final))
-            self._hooked = None
+            given, final = self._hooked.pop(activation), self.of(entry.args[1])
+            self.graph.gradients.append(HookedGradient(activation, given, final))
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._known or id(tensor) in self._escaped
 
     def _check_borrowed(self, entry: Entry) -> None:
         """Makes sure that a leaf runs where what it reads besides its arguments was kept.

@@ -1,0 +1,185 @@
+"""Which hooks that look at gradients are lifted out of modules that stay whole.
+
+A module that stays whole runs on one rank, and so does all that is done in its backward pass. But
+hooks on modules, and what forward hooks put on results, are of code outside, which reads what they
+store on every rank. So they are lifted out: they run as hooks on activations between modules do,
+and the module runs without them.
+
+A hook that asks for the value of a gradient cannot, since no rank has one when Python runs. It
+stays: it runs on the rank that has the module, on the real gradient, and what it stores is there
+alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import io
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.backward import number_of_hooks_ever
+from smdistributed.modelparallel.torch.compat.private.modes import DATA_DEPENDENT
+from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot
+
+_CALLS = nn.Module._call_impl.__qualname__
+#: Of the gradients that hooks are tried out on.
+_ANY_SHAPE = (2, 2, 2, 2)
+_TABLES = ("_backward_hooks", "_backward_pre_hooks")
+
+
+class LiftedHooks:
+    """The hooks on the backward passes of modules that are lifted out of these.
+
+    Args:
+        modules: of all models.
+
+    Attributes:
+        modules: those whose hooks are.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self.modules: set[nn.Module] = set()
+        self._every = list(modules)
+        self._number = -1
+
+    def follow(self) -> None:
+        """Looks for hooks, if any were registered since; on fakes."""
+        if self._number == number_of_hooks_ever():
+            return
+        hooked = list(filter(has_gradient_hooks, self._every))
+        self.modules = {each for each in hooked if _can_be_lifted(each)}
+        self._number = number_of_hooks_ever()
+
+    def inside(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
+        """Returns those among some modules."""
+        return self.modules.intersection(modules) if self.modules else self.modules
+
+
+def _can_be_lifted(module: nn.Module) -> bool:
+    """Whether the hooks on the backward pass of a module, which has some, can wait for values."""
+    if module._is_full_backward_hook is False:
+        return False
+    given = (torch.zeros(_ANY_SHAPE),)
+    return not (
+        any(asks(hook, module, given) for hook in module._backward_pre_hooks.values())
+        or any(asks(hook, module, given, given) for hook in module._backward_hooks.values())
+    )
+
+
+def has_gradient_hooks(module: nn.Module) -> bool:
+    """Whether somebody has put hooks on the backward pass of a module."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+@contextlib.contextmanager
+def hooks_removed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, modules have no hooks on their backward passes."""
+    tables = [vars(each)[name] for each in modules for name in _TABLES]
+    former = [dict(each) for each in tables]  # whoever takes one off has the table itself
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, former, strict=True):
+            hooks.update(table)
+            table.clear()
+            table.update(hooks)
+
+
+@contextlib.contextmanager
+def lifted(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, a module that stays whole runs without what was lifted out of it.
+
+    Args:
+        modules: in it, whose hooks were.
+    """
+    register = torch.Tensor.register_hook
+
+    def register_others(tensor: torch.Tensor, hook: Callable[..., Any]) -> Any:
+        if forward_hook_of() is not None:
+            return RemovableHandle(collections.OrderedDict())
+        handle: RemovableHandle = register(tensor, hook)  # type: ignore[no-untyped-call]
+        return handle
+
+    torch.Tensor.register_hook = register_others  # type: ignore[method-assign]
+    try:
+        with hooks_removed(modules):
+            yield
+    finally:
+        torch.Tensor.register_hook = register  # type: ignore[method-assign]
+
+
+def forward_hook_of() -> nn.Module | None:
+    """Returns the module whose call is the innermost one, if it is in one of its forward hooks."""
+    callee = sys._getframe(1)
+    while (caller := callee.f_back) is not None:
+        if caller.f_code.co_qualname.startswith(_CALLS):
+            module: nn.Module = caller.f_locals["self"]
+            hooks = module._forward_hooks.values()
+            return module if any(_code_of(each) is callee.f_code for each in hooks) else None
+        callee = caller
+    return None
+
+
+def _code_of(function: Any) -> types.CodeType | None:
+    """Returns the code that a call of a function runs first."""
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    if not hasattr(function, "__code__"):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    return code if isinstance(code, types.CodeType) else None
+
+
+#: What shows numbers, or gives them away.
+_SHOWING = {
+    torch.Tensor.__repr__,
+    torch.Tensor.__format__,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__array__,
+}
+
+
+class _Numbers(TorchFunctionMode):
+    """Gives numbers that nobody can look at yet."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.item:
+            return PendingNumber(tensor=None, where="a hook")
+        if func in _SHOWING:
+            raise UnsupportedError("it shows the numbers in a gradient")
+        return func(*args, **(kwargs or {}))
+
+
+def asks(hook: Callable[..., Any], *args: Any) -> bool:
+    """Whether a hook asks for the value of a gradient; what it changes is put back.
+
+    Args:
+        hook: the hook.
+        args: fakes of what it is given.
+    """
+    before = Snapshot([], [hook])
+    try:
+        with _Numbers(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
+            hook(*args)
+    except (UnsupportedError, *DATA_DEPENDENT):
+        return True
+    except Exception:
+        return False  # it will say so where it is lifted to
+    finally:
+        before.note_changes()
+        for growth in before.put_back():
+            growth.remove()
+    return False
