@@ -129,7 +129,7 @@ class Recorder(TorchFunctionMode):
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(quiet_fakes())
             stack.enter_context(self._context.mode)
-            self._scene.lifted.follow()
+            self._calls.follow_hooks()
             stack.enter_context(self._context.meter)
             yield
             self._attributes.check()

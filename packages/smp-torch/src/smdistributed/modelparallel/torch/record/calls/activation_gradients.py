@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.backward import hook_of_several
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
@@ -152,6 +153,13 @@ class ActivationGradients:
         return self._add(tensor, *args, **kwargs)
 
     def _add(self, tensor: torch.Tensor, hook: _Hook) -> RemovableHandle:
+        if hook_of_several(hook) is not None:
+            raise UnsupportedError(
+                "torch.autograd.graph.register_multi_grad_hook was called in "
+                f"{self._context.calls.where()} with an activation, while a pipelined step runs: "
+                "each rank has a backward pass of its own, and no hook gets the gradients of all. "
+                "Put a hook on each tensor (tensor.register_hook), or do it inside one module."
+            )
         hooks: _Hooks = collections.OrderedDict()
         handle = RemovableHandle(hooks)
         hooks[handle.id] = forward_hook_of(), hook
@@ -281,7 +289,7 @@ class ActivationGradients:
             backward: its entry.
         """
         self._roots.append(root)
-        reached = backward.result or ()
+        reached = [each for each in backward.result or () if self._is_looked_at(each)]
         identities = set(map(id, reached))
         for call in self._calls:
             call.waits_for = identities.intersection(map(id, call.tensors))
@@ -296,6 +304,12 @@ class ActivationGradients:
                 if not any(call.needs(each) for call in self._calls):
                     self._leave(each)
             open_ones = [e for e in open_ones if any(call.needs(e) for call in self._calls)]
+
+    def _is_looked_at(self, tensor: torch.Tensor) -> bool:
+        """Whether this microbatch watches a tensor: not what was within a leaf before it was one."""
+        if id(tensor) in self._hooks or id(tensor) in self._retained:
+            return True
+        return any(each is tensor for call in self._calls for each in call.tensors)
 
     def _arrive_at(self, tensor: torch.Tensor) -> bool:
         """Runs the hooks of a tensor; returns whether the backward pass comes to it."""

@@ -170,7 +170,7 @@ def asks(hook: Callable[..., Any], *args: Any) -> bool:
         hook: the hook.
         args: fakes of what it is given.
     """
-    before = Snapshot([], [hook])
+    before = Snapshot([each for each in args if isinstance(each, nn.Module)], [hook])
     try:
         with _Numbers(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
             hook(*args)

@@ -103,8 +103,7 @@ class LeafCalls:
         """Stands in for ``module(*args, **kwargs)``; ``call`` is the real call."""
         if module not in self._scene.names or self._state.paused:
             return call(module, *args, **kwargs)
-        with self._state.pausing():
-            self._scene.lifted.follow()
+        self._calls.follow_hooks()
         if self._gradients.is_lifted(module):
             return self._gradients.call_module(
                 module, args, lambda args: self._call(call, module, args, kwargs)

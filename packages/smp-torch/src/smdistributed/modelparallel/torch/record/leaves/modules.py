@@ -155,6 +155,11 @@ class ModuleCalls:
         """Counts a call that is not made: its result is known."""
         self._calls[self._scene.draw_names[module]] += 1
 
+    def follow_hooks(self) -> None:
+        """Takes note of hooks that are lifted out of modules, if any were registered since."""
+        with self._state.in_leaf(), self._state.pausing():
+            self._scene.lifted.follow()
+
     def follow(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a split module whose calls are known."""
         name = self._scene.draw_names[module]

@@ -333,15 +333,21 @@ class Values:
     def activations_of(self, root: torch.Tensor) -> Iterator[Value]:
         """Yields the values that the gradient of a tensor comes to, in the order in which it does.
 
-        Autograd takes what was made last first.
+        Autograd takes what was made last first. What is within a leaf is part of its gradient.
         """
         pending, reached = [self.of(root)], set[Value]()
         while pending:
             value = pending.pop()
             if value not in reached and value.requires_grad:
                 reached.add(value)
-                pending += [*value.node.inputs, *value.node.changed_views]
-        yield from sorted(reached, key=lambda value: value.index, reverse=True)
+                node = value.node
+                pending += [*node.inputs, *node.changed_views]
+                pending += [each for each in node.outputs if isinstance(each.source, Tap)]
+
+        def moment(value: Value) -> tuple[int, bool, int]:
+            return value.node.index, not isinstance(value.source, Tap), value.index
+
+        yield from sorted(reached, key=moment, reverse=True)
 
     def is_from_outside(self, tensor: torch.Tensor) -> bool:
         """Whether code outside of the leaf that runs has made a tensor of the step."""
