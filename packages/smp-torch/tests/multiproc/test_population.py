@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import activation_hooks
 import around
 import asked
 import at_rest
@@ -277,6 +278,11 @@ def try_features(names: Sequence[str]) -> dict[str, str]:
     return {name: kept_features.KEPT[name]() for name in names}
 
 
+def try_hooks(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some scripts that look at gradients of activations."""
+    return {name: activation_hooks.SCRIPTS[name]() for name in names}
+
+
 def try_at_rest(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some loops that do one thing with each tensor between two steps."""
     return {name: loops.outcome(at_rest.ACTS[name]) for name in names}
@@ -313,6 +319,26 @@ def test_a_number_that_an_inner_module_sets_on_one_around_its_own_is_refused(
 ) -> None:
     for found in run(worlds, WORLDS["pp2"], try_features, ["plain number, inner, model"]):
         assert all("changes Net.kept, which code outside" in each for each in found.values())
+
+
+@pytest.mark.parametrize(
+    "world",
+    ["pp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("halves", "v", "graphs"))],
+)
+def test_hooks_run_where_the_gradients_of_activations_are(worlds: Worlds, world: str) -> None:
+    for found in run(worlds, WORLDS[world], try_hooks, list(activation_hooks.HOOKED)):
+        assert set(found) == set(activation_hooks.HOOKED)
+        # A V has other modules together than two partitions.
+        elsewhere = {name for name, each in found.items() if "which is not there" in each}
+        assert elsewhere <= ({"changed", "of modules"} if world == "v" else set())
+        assert {found[name] for name in found.keys() - elsewhere} == {"exact"}
+
+
+def test_what_no_rank_has_in_a_backward_pass_is_refused(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["pp2"], try_hooks, list(activation_hooks.REFUSED)):
+        for name, (_, reason) in activation_hooks.REFUSED.items():
+            assert found[name].startswith("refused"), name
+            assert reason in found[name], name
 
 
 def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> None:

@@ -28,7 +28,6 @@ from smdistributed.modelparallel.torch.compat.private.backward import hook_of_se
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
-    asks,
     forward_hook_of,
     hooks_removed,
 )
@@ -98,7 +97,8 @@ class ActivationGradients:
         self._context = context
         self._now = now
         self._known = known
-        self._calls_hooks = False
+        #: The leaf whose forward hooks are called.
+        self._hooks_of: nn.Module | None = None
         self.let_go()
 
     def let_go(self) -> None:
@@ -125,20 +125,24 @@ class ActivationGradients:
         if not isinstance(tensor, FakeTensor) or id(tensor) in self._context.scene.slots:
             return False
         if state.paused or state.leaf_depth:
-            is_outside = self._calls_hooks if state.paused else forward_hook_of() is not None
-            return function != _READ and is_outside and not _asks(function, args)
+            hooked = self._hooks_of if state.paused else forward_hook_of()
+            return function != _READ and hooked is not None and not self._asks(function, args)
         span = self._now.span
         if span is None or span.module in self._context.scene.roots:
             return True
         if function == _READ:
             return False
-        if forward_hook_of() is not None and not _asks(function, args):
+        if forward_hook_of() is not None and not self._asks(function, args):
             while span is not None:
                 span.entry.lifts = True
                 span = span.parent
             return True
         self._context.calls.keep_whole(span.module, "it looks at gradients of its activations")
         return False
+
+    def _asks(self, function: Any, args: Any) -> bool:
+        """Whether what is put on a tensor asks for the value of its gradient."""
+        return function == _REGISTER and self._context.calls.asks(args[1], args[0])
 
     def call(self, function: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Stands in for the call of a torch function that ``concerns`` them."""
@@ -162,7 +166,7 @@ class ActivationGradients:
             )
         hooks: _Hooks = collections.OrderedDict()
         handle = RemovableHandle(hooks)
-        hooks[handle.id] = forward_hook_of(), hook
+        hooks[handle.id] = self._hooks_of or forward_hook_of(), hook
 
         def add() -> None:
             known = self._hooks.setdefault(self._watched(tensor), hooks)
@@ -195,13 +199,13 @@ class ActivationGradients:
         return bool(self._later)
 
     @contextlib.contextmanager
-    def calling_hooks(self) -> Iterator[None]:
+    def calling_hooks(self, leaf: nn.Module) -> Iterator[None]:
         """Inside, the forward hooks of a leaf whose call is known are called."""
-        self._calls_hooks = True
+        self._hooks_of = leaf
         try:
             yield
         finally:
-            self._calls_hooks = False
+            self._hooks_of = None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -306,7 +310,7 @@ class ActivationGradients:
             open_ones = [e for e in open_ones if any(call.needs(e) for call in self._calls)]
 
     def _is_looked_at(self, tensor: torch.Tensor) -> bool:
-        """Whether this microbatch watches a tensor: not what was within a leaf before it was one."""
+        """Whether this microbatch watches a tensor, which may be within what is a leaf by now."""
         if id(tensor) in self._hooks or id(tensor) in self._retained:
             return True
         return any(each is tensor for call in self._calls for each in call.tensors)
@@ -440,13 +444,6 @@ class ActivationGradients:
                 self._gradients[id(tensor)] = entry.result
                 self._leave(tensor)
         return self._gradients.get(id(tensor))
-
-
-def _asks(function: Any, args: Any) -> bool:
-    """Whether what is put on a tensor asks for the value of its gradient."""
-    if function != _REGISTER:
-        return False
-    return asks(args[1], torch.empty_like(args[0], requires_grad=False))
 
 
 def _takes_part(obj: Any) -> bool:

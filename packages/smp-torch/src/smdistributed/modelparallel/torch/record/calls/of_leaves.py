@@ -167,7 +167,7 @@ class LeafCalls:
             with (
                 self._state.pausing(),
                 self._attributes.shown_to(entry.target),
-                self._gradients.calling_hooks(),
+                self._gradients.calling_hooks(entry.target),
             ):
                 for each in entry.hooked:
                     given = fill(each[1:], (Carried, Constant), now.given_for)

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.record.calls.lifted_hooks import asks
 from smdistributed.modelparallel.torch.record.calls.refusals import NowhereError
 from smdistributed.modelparallel.torch.record.costs.meter import (
     Draws,
@@ -157,8 +159,23 @@ class ModuleCalls:
 
     def follow_hooks(self) -> None:
         """Takes note of hooks that are lifted out of modules, if any were registered since."""
-        with self._state.in_leaf(), self._state.pausing():
+        with self._trying():
             self._scene.lifted.follow()
+
+    def asks(self, hook: Callable[..., Any], tensor: torch.Tensor) -> bool:
+        """Whether a hook on a tensor asks for the value of its gradient."""
+        with self._trying():
+            return asks(hook, torch.empty_like(tensor, requires_grad=False))
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """Inside, a hook is tried out: it may not exchange anything with other ranks."""
+        former, self._state.runs_for_real = self._state.runs_for_real, True
+        try:
+            with self._state.pausing():
+                yield
+        finally:
+            self._state.runs_for_real = former
 
     def follow(self, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a split module whose calls are known."""

@@ -186,7 +186,7 @@ class Values:
         made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
         made += [(tensor, before[id(tensor)]) for tensor in entry.changed]
         made += self._change(node, entry)
-        if late and node.aliases and self._state.is_glue:
+        if late and self._state.is_glue and len(self.sharing(entry.changed)) > len(before):
             raise UnsupportedError(
                 f"{entry} writes to a part of the gradient of an activation, by a view, while a "
                 "pipelined step runs. Write to the gradient itself (gradient[:, 0] = 0), or "
