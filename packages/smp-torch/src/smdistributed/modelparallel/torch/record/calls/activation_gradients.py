@@ -38,7 +38,7 @@ from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind
 _TENSOR: Any = torch.Tensor
 _REGISTER, _RETAIN, _READ = _TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.grad.__get__
 #: Functions of torch that may concern the gradient of an activation.
-OF_GRADIENTS = (_REGISTER, _RETAIN, _READ)
+OF_GRADIENTS = frozenset({_REGISTER, _RETAIN, _READ})
 _Hook = Callable[..., Any]
 #: With the module whose forward hook has put it there, if one has.
 _Hooks = MutableMapping[int, tuple[nn.Module | None, _Hook]]

@@ -52,10 +52,13 @@ class LiftedHooks:
         self._every = list(modules)
         self._number = -1
 
-    def follow(self) -> None:
-        """Looks for hooks, if any were registered since; on fakes."""
-        if self._number == number_of_hooks_ever():
-            return
+    @property
+    def is_current(self) -> bool:
+        """Whether no hook of any kind was registered since they were looked for."""
+        return self._number == number_of_hooks_ever()
+
+    def look(self) -> None:
+        """Looks for hooks; on fakes."""
         hooked = list(filter(has_gradient_hooks, self._every))
         self.modules = {each for each in hooked if _can_be_lifted(each)}
         self._number = number_of_hooks_ever()

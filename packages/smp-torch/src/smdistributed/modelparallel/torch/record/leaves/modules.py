@@ -159,8 +159,9 @@ class ModuleCalls:
 
     def follow_hooks(self) -> None:
         """Takes note of hooks that are lifted out of modules, if any were registered since."""
-        with self._trying():
-            self._scene.lifted.follow()
+        if not self._scene.lifted.is_current:
+            with self._trying():
+                self._scene.lifted.look()
 
     def asks(self, hook: Callable[..., Any], tensor: torch.Tensor) -> bool:
         """Whether a hook on a tensor asks for the value of its gradient."""
