@@ -86,7 +86,9 @@ HOOKED = {
         second.register_hook(lambda gradient: gradient.__setitem__((slice(None), 0), 0.0))
         taken_off.remove()""",
         "behind": "found.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))",
-        "body": "found = found * 2 if found.norm() > 1 else found",
+        "body": """
+    found = found * 2 if found.norm() > 1 else found
+    assert str(found.detach().mean()).startswith("tensor(")""",
     },
     "kept": {
         "before": "x = x.clone().requires_grad_()",

@@ -32,6 +32,10 @@ from smdistributed.modelparallel.torch.tensors.writes import writes_of
 from smdistributed.modelparallel.torch.trial.on_random_numbers import works_for_real
 
 
+#: The text of a tensor has its numbers in it.
+_SHOWING = {torch.Tensor.__repr__, torch.Tensor.__format__}
+
+
 class NewCalls:
     """Makes calls of torch functions, and writes them down.
 
@@ -138,6 +142,8 @@ class NewCalls:
         entry.kwargs = now.template(dict(kwargs), f"{name} in {where}")
         entry.settings = self._context.settings()
         entry.region = self._state.region
+        if target in _SHOWING and self._is_between():
+            return self._decide(entry, RuntimeError("a stand-in has no numbers to show"))
         tensors = tensors_in((args, kwargs))
         assert now.values is not None
         specs = [(tensor, TensorSpec.of(tensor)) for tensor in now.values.sharing(tensors)]
@@ -186,6 +192,12 @@ class NewCalls:
         now.keep_result(entry, result)
         now.add(entry)
         return result
+
+    def _is_between(self) -> bool:
+        """Whether code between modules runs: no module that may turn out to be a leaf."""
+        span = self._now.span
+        is_within = span is not None and span.module not in self._context.scene.roots
+        return not self._state.leaf_depth and not is_within
 
     def _decide(self, entry: Entry, error: Exception) -> Any:
         """Answers a question about data, if that can be done before the step runs."""
