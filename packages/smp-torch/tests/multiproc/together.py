@@ -104,10 +104,10 @@ class Net(nn.Module):
         return result
 
 
-BETWEEN = ("the step function", "a module that is split")
+BETWEEN = ("the step function", "a module that is split", "a backward hook of a module")
 PLACES = (
-    *BETWEEN, "a module that stays whole", "a hook of a module", "a backward hook of a module",
-    "a hook of a gradient", "a function's backward",
+    *BETWEEN, "a module that stays whole", "a hook of a module", "a hook of a gradient",
+    "a function's backward",
 )  # fmt: skip
 #: Where what was refused before is raised.
 STEP = "the end of the step"

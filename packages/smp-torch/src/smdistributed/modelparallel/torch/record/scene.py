@@ -17,7 +17,6 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
     LiftedHooks,
     has_gradient_hooks,
-    hooks_removed,
 )
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
@@ -76,7 +75,7 @@ class Scene:
         self.states: dict[nn.Module, Snapshot] = {}
         self.caches = FunctionCaches()
         self.names = {module: name for model in models for module, name in model.names.items()}
-        self.lifted = LiftedHooks(self.names)
+        self.lifted = LiftedHooks(self.names, {model.model for model in models})
         self.draw_names = {
             module: model.draw_name(module) for model in models for module in model.names
         }
@@ -177,7 +176,7 @@ class Scene:
         moved: Container[int] = (),
     ) -> Snapshot:
         """Returns the Python state that a leaf can reach; hooks that are lifted out are not its."""
-        with hooks_removed(self.lifted.modules):
+        with self.lifted.taken_off(self.lifted.modules):
             return Snapshot(leaf.modules(), code, moved=moved)
 
     def hooks_in(self, leaf: nn.Module) -> list[GradientHook]:

@@ -29,7 +29,6 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
     forward_hook_of,
-    hooks_removed,
 )
 from smdistributed.modelparallel.torch.record.leaves.attributes import LeafAttributes
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
@@ -237,7 +236,7 @@ class ActivationGradients:
         if whole:
             # What it is given may be used elsewhere, too.
             args = tuple(each.view_as(each) if _takes_part(each) else each for each in args)
-        with hooks_removed([module]):
+        with self._context.scene.lifted.taken_off([module]):
             result = call(args)
         inputs = [each if _takes_part(each) else None for each in args]
         given = result if isinstance(result, tuple) else (result,)

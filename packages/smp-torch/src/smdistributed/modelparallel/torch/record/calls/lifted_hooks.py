@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import io
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,41 +43,84 @@ class LiftedHooks:
 
     Args:
         modules: of all models.
+        roots: those that are no part of another one, and may be split.
 
     Attributes:
         modules: those whose hooks are.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], roots: Container[nn.Module]) -> None:
+        self._roots = roots
         self.modules: set[nn.Module] = set()
         self._every = list(modules)
         self._number = -1
+        #: Those that run without their hooks at present.
+        self._off: set[nn.Module] = set()
 
     @property
     def is_current(self) -> bool:
-        """Whether no hook of any kind was registered since they were looked for."""
-        return self._number == number_of_hooks_ever()
+        """Whether none was registered or taken off since they were looked for: alike on all ranks.
+
+        Registered hooks of other kinds count, too, of which ranks may have different numbers.
+        """
+        return self._number == number_of_hooks_ever() and all(map(self._has_hooks, self.modules))
+
+    def _has_hooks(self, module: nn.Module) -> bool:
+        return module in self._off or has_gradient_hooks(module)
+
+    @contextlib.contextmanager
+    def taken_off(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Inside, some modules have no hooks on their backward passes."""
+        former, self._off = self._off, self._off.union(modules)
+        try:
+            with hooks_removed(self._off - former):
+                yield
+        finally:
+            self._off = former
 
     def look(self) -> None:
         """Looks for hooks; on fakes."""
         hooked = list(filter(has_gradient_hooks, self._every))
-        self.modules = {each for each in hooked if _can_be_lifted(each)}
+        found = {each for each in hooked if self._can_be_lifted(each)}
+        self.modules = found | (self.modules & self._off)
         self._number = number_of_hooks_ever()
 
     def inside(self, modules: Iterable[nn.Module]) -> set[nn.Module]:
         """Returns those among some modules."""
         return self.modules.intersection(modules) if self.modules else self.modules
 
+    def _can_be_lifted(self, module: nn.Module) -> bool:
+        """Whether the hooks on the backward pass of a module, which has some, can be lifted."""
+        hooks = [*module._backward_pre_hooks.values(), *module._backward_hooks.values()]
+        if module._is_full_backward_hook is False or any(
+            self._is_of_module(hook, module) for hook in hooks
+        ):
+            return False
+        given = (torch.zeros(_ANY_SHAPE),)
+        return not (
+            any(asks(hook, module, given) for hook in module._backward_pre_hooks.values())
+            or any(asks(hook, module, given, given) for hook in module._backward_hooks.values())
+        )
 
-def _can_be_lifted(module: nn.Module) -> bool:
-    """Whether the hooks on the backward pass of a module, which has some, can wait for values."""
-    if module._is_full_backward_hook is False:
-        return False
-    given = (torch.zeros(_ANY_SHAPE),)
-    return not (
-        any(asks(hook, module, given) for hook in module._backward_pre_hooks.values())
-        or any(asks(hook, module, given, given) for hook in module._backward_hooks.values())
-    )
+    def _is_of_module(self, hook: Callable[..., Any], module: nn.Module) -> bool:
+        """Whether a hook is code of its module, or of one around it, whose state it goes by."""
+        return any(
+            isinstance(each, nn.Module)
+            and each not in self._roots
+            and any(inner is module for inner in each.modules())
+            for each in _held_by(hook)
+        )
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """Yields what a function holds itself."""
+    while isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        function = function.func
+    yield getattr(function, "__self__", None)
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty one
+            yield cell.cell_contents
 
 
 def has_gradient_hooks(module: nn.Module) -> bool:
@@ -167,22 +211,27 @@ class _Numbers(TorchFunctionMode):
 
 
 def asks(hook: Callable[..., Any], *args: Any) -> bool:
-    """Whether a hook asks for the value of a gradient; what it changes is put back.
+    """Whether a hook asks for the value of a gradient, or changes what its module may go by.
+
+    What it changes is put back.
 
     Args:
         hook: the hook.
         args: fakes of what it is given.
     """
     before = Snapshot([each for each in args if isinstance(each, nn.Module)], [hook])
+    stays = False
     try:
         with _Numbers(), torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
             hook(*args)
     except (UnsupportedError, *DATA_DEPENDENT):
-        return True
+        stays = True
     except Exception:
-        return False  # it will say so where it is lifted to
+        stays = False  # it will say so where it is lifted to
     finally:
-        before.note_changes()
+        changes = before.note_changes()
         for growth in before.put_back():
             growth.remove()
-    return False
+    # A tensor that it keeps in an attribute of the module is for others to read.
+    own = (each.now for each in changes if each.owner is not None)
+    return stays or not all(isinstance(each, torch.Tensor) for each in own)

@@ -31,7 +31,6 @@ from smdistributed.modelparallel.torch.tensors.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.tensors.writes import writes_of
 from smdistributed.modelparallel.torch.trial.on_random_numbers import works_for_real
 
-
 #: The text of a tensor has its numbers in it.
 _SHOWING = {torch.Tensor.__repr__, torch.Tensor.__format__}
 

@@ -120,7 +120,7 @@ class LeafAttributes:
         def set_attribute(module: nn.Module, name: str, value: Any) -> None:
             leaf = self._scene.leaf_of.get(module)
             inside = self._state.leaf_depth or self._state.runs_for_real
-            inside = inside or leaf is self._running
+            inside = inside or leaf in (self._running, self._hooked)
             if leaf is not None and leaf is self._hooked:
                 self._set.add((module, name))
             if leaf is not None and not inside and name not in OF_MODULES:
@@ -296,11 +296,10 @@ class LeafAttributes:
 
     @contextlib.contextmanager
     def set_by_hooks(self, leaf: nn.Module) -> Iterator[None]:
-        """Lets hooks that are lifted out of a leaf see its attributes and set them, for all."""
+        """Lets hooks that are lifted out of a leaf set its attributes, for all."""
         former, self._hooked = self._hooked, leaf
         try:
-            with self.shown_to(leaf):
-                yield
+            yield
         finally:
             self._hooked = former
 
