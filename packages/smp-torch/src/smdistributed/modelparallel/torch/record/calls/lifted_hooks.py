@@ -30,6 +30,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import number_of_hooks_ever
 from smdistributed.modelparallel.torch.compat.private.modes import DATA_DEPENDENT
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.state.reach import OF_MODULES
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 
 _CALLS = nn.Module._call_impl.__qualname__
@@ -233,5 +234,5 @@ def asks(hook: Callable[..., Any], *args: Any) -> bool:
         for growth in before.put_back():
             growth.remove()
     # A tensor that it keeps in an attribute of the module is for others to read.
-    own = (each.now for each in changes if each.owner is not None)
+    own = (each.now for each in changes if each.owner and each.owner.attribute not in OF_MODULES)
     return stays or not all(isinstance(each, torch.Tensor) for each in own)
