@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.record.calls.activation_gradients import 
     ActivationGradients,
 )
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
-from smdistributed.modelparallel.torch.record.calls.lifted_hooks import has_gradient_hooks, lifted
+from smdistributed.modelparallel.torch.record.calls.lifted_hooks import has_gradient_hooks
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
@@ -516,7 +516,7 @@ class LeafCalls:
                 self._attributes.shown_to(entry.target),
                 in_place(entry),
                 self._gradients.aside(),
-                lifted(tuple(entry.lifted)),
+                self._scene.lifted.taken_off(entry.lifted),
                 hooks_of_packages_removed(entry.target),
             ):
                 yield
