@@ -45,7 +45,7 @@ nitpick_ignore_regex = [
     ),
     (
         "py:.*",
-        r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement)\..*",
+        r"Origin|smdistributed\..*\.(runtime|transport|seal|store|parameters|placement|whereabouts)\..*",
     ),
     ("py:.*", r"smdistributed\.modelparallel\.common\.containers\..*"),
     ("py:.*", r"smdistributed\.modelparallel\.common\.search\.(?!plan\.).*"),

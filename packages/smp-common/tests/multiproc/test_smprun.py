@@ -420,17 +420,17 @@ def test_a_stopped_mpirun_cannot_hold_up_the_end(run: Runner) -> None:
 
 def test_timeout(run: Runner) -> None:
     script = run.script("os.kill(os.getpid(), signal.SIGSTOP)")
-    job = run.start("-n", "2", "--timeout", "3", script)
-    told = ""
-    while "is stopped" not in told:  # its ranks are starting
+    job = run.start("-n", "2", "--timeout", "5", script)
+    told, stopped = "", "ranks 0-1 (localhost): is stopped (SIGSTOP, or a debugger)\n"
+    while told != stopped and job.poll() is None:  # its ranks are starting
         time.sleep(0.2)
         told = subprocess.run(
             [*SMPRUN, "--status", str(job.pid)], capture_output=True, text=True, check=False
         ).stdout
-    assert told == "ranks 0-1 (localhost): is stopped (SIGSTOP, or a debugger)\n"
+    assert told == stopped
     done = run.finish(job)
     assert done.code == 124
-    expected = "smprun: the job did not end within 3 s and was ended (exit code 124)"
+    expected = "smprun: the job did not end within 5 s and was ended (exit code 124)"
     assert done.err.strip() == expected
 
 
