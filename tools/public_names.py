@@ -70,6 +70,7 @@ MODULES = {
         f"{_ROOT}.launch.serializers",
         f"{_ROOT}.launch.session",
         f"{_ROOT}.launch.tensorflow",
+        f"{_ROOT}.launch.tracking",
         f"{_ROOT}.launch.trainer.configs",
         f"{_ROOT}.launch.trainer.distributed",
         f"{_ROOT}.launch.trainer.model_trainer",

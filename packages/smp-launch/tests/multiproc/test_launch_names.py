@@ -24,6 +24,12 @@ from sagemaker.pytorch import PyTorch
 from sagemaker.debugger import DebuggerHookConfig, ProfilerRule, Rule, rule_configs
 from sagemaker.utils import name_from_base, sagemaker_timestamp
 from sagemaker.s3 import S3Downloader
+from sagemaker.analytics import ExperimentAnalytics
+from sagemaker.experiments.run import Run, list_runs, load_run
+from sagemaker.pytorch.model import PyTorchModel
+from smexperiments.experiment import Experiment
+from smexperiments.tracker import Tracker
+from smexperiments.trial import Trial
 
 session = sagemaker.Session()
 role = sagemaker.get_execution_role()
@@ -47,12 +53,38 @@ estimator = PyTorch(
     ],
     distribution={"mpi": {"enabled": False}},
 )
-estimator.fit({"train": sagemaker.inputs.TrainingInput(data)})
+with Run("Names", "first", sagemaker_session=session) as run:
+    run.log_parameter("rate", 0.5)
+    load_run().log_metric("seen", 3)
+    estimator.fit({"train": sagemaker.inputs.TrainingInput(data)})
 name = estimator.latest_training_job.name
 assert name == estimator._current_job_name
 assert "pytorch-training:1.8.1" in estimator.training_image_uri()
 again = PyTorch.attach(name)
 assert again.model_data == estimator.model_data == f"s3://{bucket}/out/{name}/output/model.tar.gz"
+experiment = Experiment.load("names")
+with Tracker.create(display_name="Data") as tracker:
+    tracker.log_parameters({"kind": "letters"})
+    tracker.log_input("set", data)
+trial = Trial.create("second", experiment.experiment_name)
+trial.add_trial_component(tracker)
+rows = {row["DisplayName"]: row for row in ExperimentAnalytics("names").rows()}
+job = rows[f"{name}-aws-training-job".lower()]
+print("JOB", job["loss - Last"], job["train - Value"] == data, job["Trials"])
+print("RUN", rows["names-first"]["rate"], rows["names-first"]["seen - Last"])
+print("DATA", rows["Data"]["kind"], rows["Data"]["set - Value"] == data, rows["Data"]["Trials"])
+print("RUNS", [each.run_name for each in list_runs("names")])
+for word, wrong in {
+    "UNKNOWN": lambda: estimator.fit(experiment_config={"ExperimentName": "none"}),
+    "TWICE": lambda: Trial.create("second", "names"),
+    "HELD": experiment.delete,
+}.items():
+    try:
+        wrong()
+    except Exception as error:
+        print(word, error)
+experiment.delete_all("--force")
+print("LEFT", list(Experiment.list()))
 print("GOT", S3Downloader.download(again.model_data, "got"), S3Downloader.list(f"s3://{bucket}/out"))
 print("METRICS", sagemaker.TrainingJobAnalytics(name, ["loss"]).rows())
 DebuggerHookConfig(s3_output_path="s3://x")
@@ -165,6 +197,14 @@ def test_a_notebook_for_the_sdk_runs_as_it_is(folder: Path) -> None:
     said = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line[:3].isupper())
     assert said["GOT"].startswith("['got/model.tar.gz']")
     assert said["RULE"] == "Overfit Stopped"
+    assert said["JOB"] == "0.5 True ['Default-Run-Group-names']"
+    assert said["RUN"] == "0.5 3.0"
+    assert said["DATA"] == "letters True ['second']"
+    assert said["RUNS"] == "['first']"
+    assert said["UNKNOWN"] == "there is no experiment 'none'; those there are: names."
+    assert said["TWICE"].startswith("each trial has a name of its own; 'second' already exists")
+    assert "experiment 'names' has Default-Run-Group-names, second: delete" in said["HELD"]
+    assert said["LEFT"] == "[]"
     assert "'metric_name': 'loss', 'value': 0.5" in said["METRICS"]
     assert (
         said["TUNER"] == "sagemaker.tuner.HyperparameterTuner is not offered: call fit in a loop."

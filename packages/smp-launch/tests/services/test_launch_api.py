@@ -51,6 +51,8 @@ open(os.path.join(os.environ["SM_MODEL_DIR"], "weights"), "w").write("w")
 NOTEBOOK = """
 import os, tarfile
 import boto3, sagemaker
+from sagemaker.analytics import ExperimentAnalytics
+from sagemaker.experiments.run import Run, list_runs
 from sagemaker.pytorch import PyTorch
 
 boto_session = boto3.session.Session()
@@ -94,7 +96,10 @@ estimator = PyTorch(
     base_job_name="smp-demo",
     max_run=1200,
 )
-estimator.fit({"train": data}, logs="All")
+with Run("Sdk", "first", sagemaker_session=session) as run:
+    run.log_parameter("rate", 0.5)
+    run.log_metric("seen", 3)
+    estimator.fit({"train": data}, logs="All")
 name = estimator.latest_training_job.name
 again = PyTorch.attach(name, sagemaker_session=session)
 assert again.model_data == estimator.model_data
@@ -102,6 +107,11 @@ print("STEPS", again.hyperparameters()["steps"])
 described = client.describe_training_job(TrainingJobName=name)
 print("METRIC", described["FinalMetricDataList"][0]["Value"])
 print("LISTED", client.list_training_jobs()["TrainingJobSummaries"][0]["TrainingJobName"] == name)
+rows = ExperimentAnalytics("sdk", sagemaker_session=session).dataframe().set_index("DisplayName")
+job, logged = rows.loc[f"{name}-aws-training-job".lower()], rows.loc["sdk-first"]
+print("JOB", job["steps"], job["loss - Max"], job["Trials"])
+print("LOGGED", logged["rate"], logged["seen - Last"], logged["Experiments"])
+print("RUNS", [each.run_name for each in list_runs("sdk", sagemaker_session=session)])
 sagemaker.s3.S3Downloader.download(estimator.model_data, "got", sagemaker_session=session)
 print("ARCHIVE", tarfile.open("got/model.tar.gz").getnames())
 estimator.fit({"train": data}, wait=False)
@@ -159,6 +169,9 @@ def test_a_notebook_with_the_unmodified_sdk(tmp_path: Path) -> None:
     assert said["STEPS"] == "3"
     assert said["METRIC"] == "14.0"
     assert said["LISTED"] == "True"
+    assert said["JOB"] == "3.0 14.0 ['Default-Run-Group-sdk']"
+    assert said["LOGGED"] == "0.5 3.0 ['sdk']"
+    assert said["RUNS"] == "['first']"
     assert said["ARCHIVE"] == "['weights']"
     assert "lists ['a.txt']" in done.stdout
     assert said["LOCAL"] == "True"
@@ -312,6 +325,57 @@ def test_models_and_endpoints_are_kept_and_forgotten(service: dict[str, str]) ->
     with pytest.raises(ClientError, match="Could not find"):
         client.describe_model(ModelName="m")
     assert client.list_endpoints()["Endpoints"] == []
+
+
+def test_experiments_are_kept_and_forgotten(service: dict[str, str]) -> None:
+    client = boto3.session.Session().client("sagemaker")
+    with pytest.raises(ClientError, match=r"\(ResourceNotFound\).* no experiment '\.\./up'"):
+        client.describe_experiment(ExperimentName="../up")
+    client.create_experiment(ExperimentName="e", Tags=[{"Key": "k", "Value": "v"}])
+    for name in ("one", "two", "three"):
+        client.create_trial(TrialName=name, ExperimentName="e")
+    client.create_trial_component(
+        TrialComponentName="c", Parameters={"a": {"NumberValue": 1}, "b": {"StringValue": "x"}}
+    )
+    client.update_trial_component(
+        TrialComponentName="c", DisplayName="C", ParametersToRemove=["b", "none"]
+    )
+    found = client.describe_trial_component(TrialComponentName="c")
+    assert (found["DisplayName"], found["Parameters"]) == ("C", {"a": {"NumberValue": 1.0}})
+    client.associate_trial_component(TrialName="two", TrialComponentName="c")
+    (only,) = client.list_trials(TrialComponentName="c")["TrialSummaries"]
+    assert only["TrialName"] == "two"
+    pages = client.get_paginator("list_trials").paginate(
+        ExperimentName="e", SortBy="Name", SortOrder="Ascending", PaginationConfig={"PageSize": 2}
+    )
+    names = [[each["TrialName"] for each in page["TrialSummaries"]] for page in pages]
+    assert names == [["one", "three"], ["two"]]
+    with pytest.raises(ClientError, match="no experiment 'E'; those there are: e"):
+        client.list_trials(ExperimentName="E")
+    arn = client.describe_experiment(ExperimentName="e")["ExperimentArn"]
+    assert client.list_tags(ResourceArn=arn)["Tags"] == [{"Key": "k", "Value": "v"}]
+
+    def search(*filters: tuple[str, str, str], how: str = "And") -> int:
+        asked = [dict(zip(("Name", "Operator", "Value"), each, strict=True)) for each in filters]
+        expression = {"Filters": asked, "Operator": how}
+        found = client.search(Resource="ExperimentTrialComponent", SearchExpression=expression)
+        return len(found["Results"])
+
+    of_e, large = ("Parents.ExperimentName", "Equals", "e"), ("Parameters.a", "GreaterThan", "1")
+    assert (search(of_e), search(large), search(of_e, large)) == (1, 0, 0)
+    assert search(of_e, large, how="Or") == 1
+    with pytest.raises(ClientError, match=r"a search for 'Metrics\.x' is not offered"):
+        search(("Metrics.x", "GreaterThan", "0"))
+    with pytest.raises(ClientError, match="a search for Pipeline is not offered, but for Exper"):
+        client.search(Resource="Pipeline")
+    with pytest.raises(ClientError, match="trial 'two' has c: delete these"):
+        client.delete_trial(TrialName="two")
+    client.disassociate_trial_component(TrialName="two", TrialComponentName="c")
+    client.delete_trial_component(TrialComponentName="c")
+    for name in ("one", "two", "three"):
+        client.delete_trial(TrialName=name)
+    client.delete_experiment(ExperimentName="e")
+    assert client.list_experiments()["ExperimentSummaries"] == []
 
 
 def test_what_a_model_refuses_is_an_error_of_the_model(

@@ -24,7 +24,7 @@ from rich.table import Table
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
 from smdistributed.modelparallel.common.launcher import plan, settings
 from smdistributed.modelparallel.launch import names, notebooks
-from smdistributed.modelparallel.launch.exceptions import LaunchError, UnexpectedStatusException
+from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
 from smdistributed.modelparallel.launch.job import folder, whereabouts
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.request import kubernetes
@@ -139,12 +139,13 @@ def _refuse_plan(_: Session, arguments: argparse.Namespace) -> None:
 
 def _list(session: Session, _: argparse.Namespace) -> None:
     table = Table(box=None, pad_edge=False)
-    for column in ("job", "state", "phase", "started", "took"):
+    for column in ("job", "state", "phase", "started", "took", "experiment"):
         table.add_column(column, overflow="fold" if column == "job" else "ellipsis")
     for job in folder.all_jobs(session.root):
         try:
             status = session.observe(job)
-        except LaunchError:
+            config = job.request().experiment_config
+        except (SMPError, OSError, ValueError):
             table.add_row(job.name, "[red]unreadable[/]")
             continue
         table.add_row(
@@ -153,6 +154,7 @@ def _list(session: Session, _: argparse.Namespace) -> None:
             status.secondary_status,
             time.strftime("%Y-%m-%d %H:%M", time.localtime(status.creation_time)),
             _duration(status),
+            (config.experiment_name if config else None) or "",
         )
     if table.row_count:
         _console().print(table)
@@ -170,6 +172,9 @@ def _show(session: Session, arguments: argparse.Namespace) -> None:
     table.add_row("state", _styled(status))
     hosts = request.resource_config
     table.add_row("hosts", f"{hosts.instance_count} x {hosts.instance_type}")
+    if config := request.experiment_config:
+        table.add_row("experiment", config.experiment_name)
+        table.add_row("trial", config.trial_name)
     for phase in status.secondary_status_transitions:
         at = time.strftime("%H:%M:%S", time.localtime(phase.start_time))
         took = f" ({(phase.end_time or time.time()) - phase.start_time:.1f} s)"

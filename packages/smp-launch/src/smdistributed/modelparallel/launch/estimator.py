@@ -37,6 +37,7 @@ from smdistributed.modelparallel.launch.request.naming import (
     parse_image,
 )
 from smdistributed.modelparallel.launch.session import Session
+from smdistributed.modelparallel.launch.tracking import run
 
 __all__ = ["Estimator", "EstimatorBase", "Framework", "TrainingJob"]
 
@@ -121,13 +122,15 @@ class EstimatorBase(Deployable):
             wait: False returns as soon as the job is started; ``attach`` finds it again.
             logs: whether to show what the script prints.
             job_name: of the job; default one with the time in it.
-            experiment_config: kept with the job.
+            experiment_config: what the job belongs to, by ``ExperimentName`` and ``TrialName``;
+                default the ``Run`` that is open.
             run_tensorboard_locally: says how to look at the results with TensorBoard.
 
         Raises:
             ConfigError: something that is given breaks a rule; nothing is started.
             StorageError: data is missing, or results cannot be written.
             UnexpectedStatusException: the job failed.
+            UnknownExperimentError: there is no such experiment or trial.
 
         Source: estimator interface, section 2 (start).
         """
@@ -139,8 +142,8 @@ class EstimatorBase(Deployable):
         self._current_job_name = name = job_name or self._new_name()
         with self._code() as code:
             request = self._request(name, inputs, code)
-            if experiment_config:
-                request["ExperimentConfig"] = dict(experiment_config)
+            if config := experiment_config or run.current_config():
+                request["ExperimentConfig"] = dict(config)
             started = self.sagemaker_session.start(request, code)
         self.latest_training_job = TrainingJob(self.sagemaker_session, name)
         self.jobs.append(self.latest_training_job)

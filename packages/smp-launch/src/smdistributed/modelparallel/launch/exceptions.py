@@ -19,6 +19,10 @@ class UnknownEndpointError(LaunchError, ValueError):
     """There is no endpoint, configuration or model of this name."""
 
 
+class UnknownExperimentError(LaunchError, ValueError):
+    """There is no experiment, trial or component of this name."""
+
+
 class ModelError(LaunchError, RuntimeError):
     """A model that is served refused a request, or failed.
 

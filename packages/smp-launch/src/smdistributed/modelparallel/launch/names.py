@@ -33,9 +33,11 @@ from smdistributed.modelparallel.launch import (
     serializers,
     session,
     tensorflow,
+    tracking,
     utils,
 )
 from smdistributed.modelparallel.launch.exceptions import LaunchError
+from smdistributed.modelparallel.launch.tracking import records
 from smdistributed.modelparallel.launch.trainer import (
     configs,
     distributed,
@@ -46,6 +48,8 @@ from smdistributed.modelparallel.launch.trainer import (
 __all__ = ["install"]
 
 _ROOT = "sagemaker"
+#: A library of its own, from before the SDK had experiments.
+_EXPERIMENTS = "smexperiments"
 
 
 class _Settings:
@@ -81,6 +85,8 @@ _SESSION = {name: vars(session)[name] for name in ("Session", "get_execution_rol
 #: Trainers of the service's own models, of version 3.
 _RECIPES = ("SFTTrainer", "DPOTrainer", "RLVRTrainer", "RLAIFTrainer", "CPTTrainer")
 _TUNING = ("HyperparameterTuner", "IntegerParameter", "ContinuousParameter", "CategoricalParameter")
+_FRAMEWORKS = {"pytorch": pytorch, "tensorflow": tensorflow, "huggingface": huggingface}
+_RUNS = {name: vars(tracking)[name] for name in ("Experiment", "Run", "list_runs", "load_run")}
 #: Module -> its names.
 TABLE: dict[str, dict[str, Any]] = {
     _ROOT: {
@@ -89,7 +95,7 @@ TABLE: dict[str, dict[str, Any]] = {
         "get_execution_role": session.get_execution_role,
         "TrainingInput": inputs.TrainingInput,
         "s3_input": inputs.s3_input,
-        "TrainingJobAnalytics": analytics.TrainingJobAnalytics,
+        **_own(analytics),
         "Model": model.Model,
         "Predictor": predictor.Predictor,
         "__version__": "2.257.0",
@@ -98,9 +104,11 @@ TABLE: dict[str, dict[str, Any]] = {
     f"{_ROOT}.local": {"LocalSession": session.LocalSession},
     f"{_ROOT}.inputs": _INPUTS,
     f"{_ROOT}.estimator": _own(estimator),
-    f"{_ROOT}.pytorch": _own(pytorch),
-    f"{_ROOT}.tensorflow": _own(tensorflow),
-    f"{_ROOT}.huggingface": _own(huggingface),
+    **{
+        f"{_ROOT}.{framework}{inner}": _own(module)
+        for framework, module in _FRAMEWORKS.items()
+        for inner in ("", ".estimator", ".model")
+    },
     f"{_ROOT}.s3": _own(s3),
     f"{_ROOT}.model": _own(model),
     f"{_ROOT}.predictor": {
@@ -112,6 +120,15 @@ TABLE: dict[str, dict[str, Any]] = {
     f"{_ROOT}.serializers": _own(serializers),
     f"{_ROOT}.deserializers": _own(deserializers),
     f"{_ROOT}.analytics": _own(analytics),
+    f"{_ROOT}.experiments": _RUNS,
+    f"{_ROOT}.experiments.run": _RUNS,
+    f"{_ROOT}.experiments.experiment": {"Experiment": tracking.Experiment},
+    _EXPERIMENTS: {},
+    f"{_EXPERIMENTS}.experiment": {"Experiment": tracking.Experiment},
+    f"{_EXPERIMENTS}.trial": {"Trial": tracking.Trial},
+    f"{_EXPERIMENTS}.trial_component": {"TrialComponent": tracking.TrialComponent},
+    f"{_EXPERIMENTS}.tracker": {"Tracker": tracking.Tracker},
+    f"{_EXPERIMENTS}.api_types": {"TrialComponentArtifact": records.TrialComponentArtifact},
     f"{_ROOT}.exceptions": {
         "UnexpectedStatusException": exceptions.UnexpectedStatusException,
     },
@@ -163,10 +180,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if name in TABLE:
             is_package = any(other.startswith(f"{name}.") for other in TABLE)
             return importlib.machinery.ModuleSpec(name, self, is_package=is_package)
-        if name.startswith(f"{_ROOT}."):
+        root = name.partition(".")[0]
+        if root in (_ROOT, _EXPERIMENTS):
+            known = sorted(each for each in TABLE if each.partition(".")[0] == root)
             raise ModuleNotFoundError(
-                f"smp-launch has no {name}; it has {', '.join(sorted(TABLE))}: leave out what "
-                "needs it, or run this on the service.",
+                f"smp-launch has no {name}; it has {', '.join(known)}: leave out what needs it, "
+                "or run this on the service.",
                 name=name,
             )
         return None
@@ -179,7 +198,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         # As with the SDK, "import sagemaker" is enough for sagemaker.pytorch.PyTorch.
         if module.__name__ == _ROOT:
             for name in TABLE:
-                if name != _ROOT:
+                if name.startswith(f"{_ROOT}."):
                     importlib.import_module(name)
 
 

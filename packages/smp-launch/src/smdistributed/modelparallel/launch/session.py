@@ -20,6 +20,7 @@ from smdistributed.modelparallel.launch.backends.local import LocalBackend
 from smdistributed.modelparallel.launch.backends.slurm import SlurmBackend
 from smdistributed.modelparallel.launch.channels import file as file_channels
 from smdistributed.modelparallel.launch.exceptions import UnexpectedStatusException
+from smdistributed.modelparallel.launch.experiments.service import Experiments
 from smdistributed.modelparallel.launch.job import (
     contract,
     feeding,
@@ -35,15 +36,14 @@ from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.status import Status
 from smdistributed.modelparallel.launch.request import distribution, document, machines
 from smdistributed.modelparallel.launch.request import hyperparameters as names
-from smdistributed.modelparallel.launch.request.naming import parse_image
+from smdistributed.modelparallel.launch.request.naming import ACCOUNT, parse_image
 from smdistributed.modelparallel.launch.serving.service import Serving
 from smdistributed.modelparallel.launch.storage import boto, places
 from smdistributed.modelparallel.launch.storage.transfer import download_all, upload
 
 __all__ = ["LocalSession", "Session", "get_execution_role"]
 
-#: Of the one account, and of the one caller, that there are here.
-ACCOUNT = "123456789012"
+#: Of the one caller that there is here.
 ROLE = f"arn:aws:iam::{ACCOUNT}:role/local"
 
 _BUCKET = "smp-launch"
@@ -103,6 +103,11 @@ class Session:
     def serving(self) -> Serving:
         """Models and endpoints of this folder of jobs."""
         return Serving(self.root)
+
+    @property
+    def experiments(self) -> Experiments:
+        """Experiments of this folder of jobs, and what belongs to them."""
+        return Experiments(self.root, self.observe)
 
     @property
     def boto_session(self) -> Any:
@@ -180,6 +185,7 @@ class Session:
 
         Raises:
             ConfigError: the document breaks rules, or there is a job of this name.
+            UnknownExperimentError: it names an experiment or a trial that is not there.
             StorageError: data is missing, or results cannot be written.
         """
         given = document.read(request)
@@ -200,6 +206,7 @@ class Session:
             has_mpi=bool(values.get(names.MPI_ENABLED)),
             has_pipes=bool(feeding.piped(job)),
         )
+        self.experiments.check(given.experiment_config)
         metrics.compiled(job.algorithm_specification.metric_definitions)
         for channel in job.input_data_config:
             mode = contract.mode_of(channel, job)
@@ -210,6 +217,7 @@ class Session:
         with folder.created(self.root, given, status.new(base.about(backend))) as created:
             if code is not None:
                 self._ship(code, contract.values(created, job)[names.SUBMIT_DIRECTORY])
+            self.experiments.add_job(created, given.experiment_config)
             backend.submit(created)
         return created
 

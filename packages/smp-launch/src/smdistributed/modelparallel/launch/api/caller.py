@@ -13,7 +13,8 @@ from urllib.parse import parse_qsl
 from moto.core.models import DEFAULT_ACCOUNT_ID
 from moto.iam.models import iam_backends
 
-from smdistributed.modelparallel.launch.session import ACCOUNT, ROLE
+from smdistributed.modelparallel.launch.request.naming import ACCOUNT
+from smdistributed.modelparallel.launch.session import ROLE
 
 _PARTITION = "aws"
 _NAME = ROLE.rpartition("/")[2]

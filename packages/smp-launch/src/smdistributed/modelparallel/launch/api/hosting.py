@@ -12,9 +12,9 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.launch.exceptions import ModelError
+from smdistributed.modelparallel.launch.request import naming
 from smdistributed.modelparallel.launch.session import Session
 
-_ARN = "arn:aws:sagemaker:us-east-1:123456789012:"
 #: Clients ask again after half a minute, and models are there in seconds.
 _PATIENCE_SECONDS = 20.0
 #: Headers of a request that reach the model.
@@ -61,12 +61,12 @@ class Hosting:
         return 200, {"Content-Type": reply.content_type, **variant}, reply.body
 
     def _create_model(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"ModelArn": f"{_ARN}model/{self._serving.create_model(body)}"}
+        return {"ModelArn": naming.arn("model", self._serving.create_model(body))}
 
     def _describe_model(self, body: dict[str, Any]) -> dict[str, Any]:
         name = body["ModelName"]
         found = self._serving.model(name).as_json()
-        return {**found, "ModelArn": f"{_ARN}model/{name}", "CreationTime": time.time()}
+        return {**found, "ModelArn": naming.arn("model", name), "CreationTime": time.time()}
 
     def _delete_model(self, body: dict[str, Any]) -> dict[str, Any]:
         self._serving.delete_model(body["ModelName"])
@@ -74,11 +74,11 @@ class Hosting:
 
     def _create_config(self, body: dict[str, Any]) -> dict[str, Any]:
         name = self._serving.create_endpoint_config(body)
-        return {"EndpointConfigArn": f"{_ARN}endpoint-config/{name}"}
+        return {"EndpointConfigArn": naming.arn("endpoint-config", name)}
 
     def _describe_config(self, body: dict[str, Any]) -> dict[str, Any]:
         name = body["EndpointConfigName"]
-        arn = f"{_ARN}endpoint-config/{name}"
+        arn = naming.arn("endpoint-config", name)
         found = self._serving.config(name).as_json()
         return {**found, "EndpointConfigArn": arn, "CreationTime": time.time()}
 
@@ -89,7 +89,7 @@ class Hosting:
     def _create_endpoint(self, body: dict[str, Any]) -> dict[str, Any]:
         name = self._serving.create_endpoint(body)
         self._serving.wait(name, _PATIENCE_SECONDS)
-        return {"EndpointArn": f"{_ARN}endpoint/{name}"}
+        return {"EndpointArn": naming.arn("endpoint", name)}
 
     def _describe_endpoint(self, body: dict[str, Any]) -> dict[str, Any]:
         name = body["EndpointName"]
@@ -102,7 +102,11 @@ class Hosting:
             "CurrentInstanceCount": 1,
             "DesiredInstanceCount": 1,
         }
-        return {**found, "EndpointArn": f"{_ARN}endpoint/{name}", "ProductionVariants": [variant]}
+        return {
+            **found,
+            "EndpointArn": naming.arn("endpoint", name),
+            "ProductionVariants": [variant],
+        }
 
     def _list_endpoints(self, body: dict[str, Any]) -> dict[str, Any]:
         part = body.get("NameContains", "")

@@ -10,12 +10,17 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.launch.api.hosting import Hosting
-from smdistributed.modelparallel.launch.exceptions import UnknownEndpointError, UnknownJobError
+from smdistributed.modelparallel.launch.exceptions import (
+    UnknownEndpointError,
+    UnknownExperimentError,
+    UnknownJobError,
+)
 from smdistributed.modelparallel.launch.job import folder
 from smdistributed.modelparallel.launch.job.contract import host_names
+from smdistributed.modelparallel.launch.request import naming
 from smdistributed.modelparallel.launch.session import Session
 
-_ARN = "arn:aws:sagemaker:us-east-1:123456789012:training-job/"
+_JOB = "training-job"
 _MOST_BYTES = 1 << 20
 Answer = tuple[int, dict[str, Any]]
 
@@ -34,6 +39,7 @@ class Operations:
             "DescribeLogStreams": self._streams,
             "GetLogEvents": self._events,
             **Hosting(session).known,
+            **session.experiments.known,
         }
 
     def answer(self, name: str, body: dict[str, Any]) -> Answer:
@@ -45,13 +51,15 @@ class Operations:
             return 200, operation(body)
         except UnknownJobError:
             return _error("Requested resource not found.")
+        except UnknownExperimentError as error:
+            return _error(str(error), "ResourceNotFound")
         except UnknownEndpointError as error:
             return _error(f"Could not find what was asked for: {error}")
         except (SMPError, KeyError) as error:
             return _error(str(error))
 
     def _create(self, body: dict[str, Any]) -> dict[str, Any]:
-        return {"TrainingJobArn": _ARN + self._session.start(body).name}
+        return {"TrainingJobArn": naming.arn(_JOB, self._session.start(body).name)}
 
     def _describe(self, body: dict[str, Any]) -> dict[str, Any]:
         found = self._session.describe_training_job(body["TrainingJobName"])
@@ -59,7 +67,7 @@ class Operations:
         found.pop("ExitCode", None)
         # The service always answers with this key, and attach reads it.
         found["OutputDataConfig"].setdefault("KmsKeyId", "")
-        return {**found, "TrainingJobArn": _ARN + body["TrainingJobName"]}
+        return {**found, "TrainingJobArn": naming.arn(_JOB, body["TrainingJobName"])}
 
     def _stop(self, body: dict[str, Any]) -> dict[str, Any]:
         self._session.stop_training_job(body["TrainingJobName"])
@@ -74,7 +82,7 @@ class Operations:
             summaries.append(
                 {
                     "TrainingJobName": job.name,
-                    "TrainingJobArn": _ARN + job.name,
+                    "TrainingJobArn": naming.arn(_JOB, job.name),
                     "CreationTime": status.creation_time,
                     "TrainingJobStatus": status.training_job_status,
                 }
@@ -82,6 +90,9 @@ class Operations:
         return {"TrainingJobSummaries": summaries}
 
     def _tags(self, body: dict[str, Any]) -> dict[str, Any]:
+        found = self._session.experiments.tags(body["ResourceArn"])
+        if found is not None:
+            return {"Tags": found}
         job = self._session.job(body["ResourceArn"].rpartition("/")[2])
         return {"Tags": job.request().as_json().get("Tags", [])}
 
@@ -116,5 +127,5 @@ class Operations:
         }
 
 
-def _error(message: str) -> Answer:
-    return 400, {"__type": "ValidationException", "message": message}
+def _error(message: str, kind: str = "ValidationException") -> Answer:
+    return 400, {"__type": kind, "message": message}

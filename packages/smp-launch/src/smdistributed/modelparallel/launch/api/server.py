@@ -34,6 +34,8 @@ from smdistributed.modelparallel.launch.storage.places import (
 _REGION = "us-east-1"
 _OWN = ("sagemaker", "logs")
 _INVOCATION = re.compile(r"/endpoints/(?P<name>[^/]+)/invocations")
+#: What the service takes at a path of its own.
+_NUMBERS = "/BatchPutMetrics"
 _STORE_ERROR = "<Error><Code>InvalidRequest</Code><Message>{}</Message></Error>"
 #: The SDK asks a fixed address past the endpoint for a bucket's name, and reports its use to
 #: another one.
@@ -85,6 +87,8 @@ class _Door:
         if asked := _INVOCATION.fullmatch(environ["PATH_INFO"]):
             return _send(start, *self._hosting.invoke(asked["name"], body, headers))
         name = headers.get("x-amz-target", "").partition(".")[2]
+        if environ["PATH_INFO"] == _NUMBERS:
+            name = _NUMBERS[1:]
         try:
             document = json.loads(body or b"{}")
         except ValueError:

@@ -62,8 +62,7 @@ class Recorder:
             if number is not None:
                 record = {"MetricName": name, "Value": number, "Timestamp": time.time()}
                 self._last[name] = record
-                with self._file.open("a", encoding="utf-8") as stream:
-                    stream.write(json.dumps(record) + "\n")
+                write(self._file, [record])
 
     @property
     def final(self) -> tuple[dict[str, Any], ...]:
@@ -71,8 +70,14 @@ class Recorder:
         return tuple(self._last.values())
 
 
+def write(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Adds records to what a file has, all at once."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write("".join(json.dumps(record) + "\n" for record in records))
+
+
 def read(file: Path) -> Iterator[Mapping[str, Any]]:
-    """Yields what a recorder wrote."""
+    """Yields the records of a file, the oldest first."""
     if file.is_file():
         for line in file.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)

@@ -19,6 +19,8 @@ from smdistributed.modelparallel.common.errors import ConfigError
 
 #: Names become names of folders and variables: nothing in them leads anywhere else.
 JobName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}$")]
+#: Of an experiment, a trial, or a component of trials.
+EntityName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9](-*[a-zA-Z0-9]){0,119}$")]
 ChannelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}$")]
 InputMode = Literal["File", "Pipe", "FastFile"]
 #: Where scripts write what TensorBoard reads, unless they are told another place.
@@ -30,6 +32,10 @@ _NAME = "letters and digits with dashes between them, at most 63"
 _PATTERNS = {
     **dict.fromkeys(
         ("training_job_name", "model_name", "endpoint_config_name", "endpoint_name"), _NAME
+    ),
+    **dict.fromkeys(
+        ("experiment_name", "trial_name", "trial_component_name", "run_name"),
+        "letters and digits with dashes between them, at most 120",
     ),
     "channel_name": "letters, digits, '.', '_' and '-', at most 64, the first one not '.'",
 }
@@ -110,6 +116,17 @@ class DataSource(Part):
             raise ValueError(f"names one source; got {', '.join(given) or 'none'}: keep one")
         return self
 
+    @property
+    def address(self) -> str:
+        """Where it is, for people."""
+        if self.s3_data_source:
+            return self.s3_data_source.s3_uri
+        if self.file_data_source:
+            return self.file_data_source.file_uri
+        assert self.file_system_data_source is not None
+        source = self.file_system_data_source
+        return f"{source.file_system_id}:{source.directory_path}"
+
 
 class Shuffle(Part):
     """An order of the data that is drawn anew in each epoch."""
@@ -184,6 +201,15 @@ class Retries(Part):
     maximum_retry_attempts: Annotated[int, Field(ge=1, le=30)]
 
 
+class ExperimentConfig(Part):
+    """Which experiment and which of its trials a job belongs to."""
+
+    experiment_name: EntityName | None = None
+    trial_name: EntityName | None = None
+    trial_component_display_name: str | None = None
+    run_name: EntityName | None = None
+
+
 class TrainingJob(Part):
     """What is to be done.
 
@@ -209,7 +235,7 @@ class TrainingJob(Part):
     debug_hook_config: Unread | None = None
     debug_rule_configurations: tuple[Unread, ...] | None = None
     tensor_board_output_config: TensorBoardOutput | None = None
-    experiment_config: Unread | None = None
+    experiment_config: ExperimentConfig | None = None
     profiler_config: Unread | None = None
     profiler_rule_configurations: tuple[Unread, ...] | None = None
     remote_debug_config: Unread | None = None

@@ -13,6 +13,8 @@ from smdistributed.modelparallel.common.config import Framework
 from smdistributed.modelparallel.common.errors import ConfigError
 
 MOST_LETTERS = 63
+#: The one account that there is here.
+ACCOUNT = "123456789012"
 SHORT_STAMP = "%y%m%d-%H%M"
 _STAMP = re.compile(r"-(\d{4}-\d{2}-\d{2}-\d{2}-\d{2}-\d{2}-\d{3}|\d{6}-\d{4})$")
 #: Repositories of framework images -> the framework whose script runs in them.
@@ -115,6 +117,11 @@ def job_name(base: str, now_seconds: float | None = None) -> str:
     now = time.time() if now_seconds is None else now_seconds
     stamp = f"-{timestamp(now)}"
     return base[: MOST_LETTERS - len(stamp)].rstrip("-") + stamp
+
+
+def arn(resource: str, name: str) -> str:
+    """Returns the address that the service would give to what is called so."""
+    return f"arn:aws:sagemaker:us-east-1:{ACCOUNT}:{resource}/{name}"
 
 
 def timestamp(seconds: float) -> str:
