@@ -106,6 +106,8 @@ assert again.model_data == estimator.model_data
 print("STEPS", again.hyperparameters()["steps"])
 described = client.describe_training_job(TrainingJobName=name)
 print("METRIC", described["FinalMetricDataList"][0]["Value"])
+curve = sagemaker.TrainingJobAnalytics(name, ["loss"], session).dataframe()
+print("CURVE", curve["value"].tolist())
 print("LISTED", client.list_training_jobs()["TrainingJobSummaries"][0]["TrainingJobName"] == name)
 rows = ExperimentAnalytics("sdk", sagemaker_session=session).dataframe().set_index("DisplayName")
 job, logged = rows.loc[f"{name}-aws-training-job".lower()], rows.loc["sdk-first"]
@@ -168,6 +170,7 @@ def test_a_notebook_with_the_unmodified_sdk(tmp_path: Path) -> None:
     assert said["ROLE"] == "arn:aws:iam::123456789012:role/local"
     assert said["STEPS"] == "3"
     assert said["METRIC"] == "14.0"
+    assert said["CURVE"] == "[10.0]"  # the mean of 6, 10 and 14, of one minute
     assert said["LISTED"] == "True"
     assert said["JOB"] == "3.0 14.0 ['Default-Run-Group-sdk']"
     assert said["LOGGED"] == "0.5 3.0 ['sdk']"

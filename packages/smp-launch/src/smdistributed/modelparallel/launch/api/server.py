@@ -20,7 +20,7 @@ from typing import Any
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import WSGIRequestHandler, make_server
 
-from smdistributed.modelparallel.launch.api import caller
+from smdistributed.modelparallel.launch.api import caller, curves
 from smdistributed.modelparallel.launch.api.hosting import Hosting
 from smdistributed.modelparallel.launch.api.operations import Operations
 from smdistributed.modelparallel.launch.api.signatures import NotSignedError, Request, Secret
@@ -60,6 +60,7 @@ class _Door:
     def __init__(self, session: Session, secret: Secret) -> None:
         self._operations = Operations(session)
         self._hosting = Hosting(session)
+        self._root = session.root
         self._store = Store(session.root)
         self._secret = secret
         self._others = DomainDispatcherApplication(create_backend_app)
@@ -106,6 +107,8 @@ class _Door:
                 text = _STORE_ERROR.format(html.escape(problem)).encode()
                 return _send(start, 400, {"Content-Type": "application/xml"}, text)
             self._store.before(request.target)
+        if service == "monitoring":
+            curves.bring(self._root, _REGION)
         found: Iterable[bytes] = self._others(environ, start)
         if is_store:
             self._store.after(request.method, request.target)

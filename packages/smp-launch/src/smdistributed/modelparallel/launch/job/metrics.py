@@ -16,6 +16,7 @@ from typing import Any
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.launch.request.document import Metric
 
+Record = Mapping[str, Any]
 Compiled = list[tuple[str, re.Pattern[str]]]
 
 
@@ -70,13 +71,13 @@ class Recorder:
         return tuple(self._last.values())
 
 
-def write(file: Path, records: Iterable[Mapping[str, Any]]) -> None:
+def write(file: Path, records: Iterable[Record]) -> None:
     """Adds records to what a file has, all at once."""
     with file.open("a", encoding="utf-8") as stream:
         stream.write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def read(file: Path) -> Iterator[Mapping[str, Any]]:
+def read(file: Path) -> Iterator[Record]:
     """Yields the records of a file, the oldest first."""
     if file.is_file():
         for line in file.read_text(encoding="utf-8").splitlines():
