@@ -45,6 +45,8 @@ def test_each_rank_says_where_it_is(tmp_path: Path) -> None:
             assert re.fullmatch(IN_A_STEP, told_by(job))
             (tmp_path / "on").touch()
             until(job.stdout, "waits for never")
+            while "smp.barrier()" not in told_by(job):  # rank 0 ends its step
+                time.sleep(0.1)
             job.send_signal(signal.SIGQUIT)  # the same on the job's own stderr
             until(job.stderr, "in <module>: smp.barrier()")
             assert "barrier(WORLD), waits for rank 1" in job.stderr.readline()
