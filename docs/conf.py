@@ -41,7 +41,7 @@ nitpicky = True
 nitpick_ignore_regex = [
     (
         "py:.*",
-        r"(torch|tf|tensorflow|keras|collections|contextlib|inspect|os|pathlib)\..*",
+        r"(torch|tf|tensorflow|keras|collections|contextlib|datetime|inspect|os|pathlib|types)\..*",
     ),
     (
         "py:.*",
@@ -56,7 +56,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"smdistributed\.modelparallel\.torch\.tensor_parallel\..*"),
     (
         "py:.*",
-        r"smdistributed\.modelparallel\.launch\.(job|serving|request)\..*",
+        r"smdistributed\.modelparallel\.launch\.(experiments|job|serving|request|tracking)\..*",
     ),
     # What pydantic's fields say of bounds.
     ("py:.*", r"_PydanticGeneralMetadata|annotated_types\..*|types\.Annotated"),
