@@ -131,8 +131,9 @@ class _RunningJob:
                 (_ASKING, lambda *_: self.desk.ask_here()),
             )
             for number in numbers
-            # Ignored signals stay ignored, as under nohup.
-            if signal.getsignal(number) is not signal.SIG_IGN
+            # Ignored signals stay ignored, as under nohup. But shells have what scripts start with
+            # & ignore SIGQUIT, and who sends that asks; it ends nothing.
+            if number in _ASKING or signal.getsignal(number) is not signal.SIG_IGN
         }
         out, err = _message_pipe(), _message_pipe()
         self._selector.register(out[0], selectors.EVENT_READ, False)
