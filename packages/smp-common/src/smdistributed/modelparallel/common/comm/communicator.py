@@ -31,6 +31,9 @@ from smdistributed.modelparallel.common.whereabouts import Activity, listed
 _P2P_CHANNEL = 0
 _GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}
 _NEWS_CHANNELS = {group: 1 + len(CommGroup) + index for index, group in enumerate(CommGroup)}
+#: A group's first rank gives up so long before those that wait for its answer: it knows who is
+#: missing.
+_LATER_SECONDS = 2.0
 #: Messages on their way that nobody waits for.
 _MOST_TOLD = 64
 
@@ -332,7 +335,8 @@ class Communicator:
     ) -> Any:
         """Returns what the group's first rank has for those who make a call with it."""
         first = self._members(group)[0]
-        (received,) = self._receive(call, [first], _GROUP_CHANNELS[group], timeout_seconds)
+        patience = (timeout_seconds or self._timeout_seconds) + _LATER_SECONDS
+        (received,) = self._receive(call, [first], _GROUP_CHANNELS[group], patience)
         answer = pickle.loads(received)
         if isinstance(answer, str):
             self._fail(answer, ())
