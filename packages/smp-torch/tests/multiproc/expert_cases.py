@@ -22,6 +22,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.experts.spread import Spr
 
 WIDTH, INNER, EXPERTS, CHOICES = 6, 10, 4, 2
 STEPS = 3
+#: Of a normalized number: above it are some of twenty.
+FEW = 1.5
 
 
 class Stack(nn.Module):
@@ -153,6 +155,37 @@ class Loading(Stack):
         return super().forward(x, index, weights)
 
 
+class Listing(Stack):
+    """Adds to a list that others may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        self.loads.append(index.reshape(-1).bincount(minlength=EXPERTS))
+        return super().forward(x, index, weights)
+
+
+class Shrinking(Stack):
+    """Changes its weights, which code around it may read."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Any:
+        out = super().forward(x, index, weights)
+        with torch.no_grad():
+            weights.mul_(1)
+        return out
+
+
+class OtherwiseEvaluated(Stack):
+    """Computes something else in evaluation."""
+
+    def expert(self, number: int, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not self.training and len(x):
+            x = x - x.mean(0)
+        return super().expert(number, x, weight)
+
+
 class Crowded(Stack):
     """Divides by the number of tokens."""
 
@@ -161,7 +194,18 @@ class Crowded(Stack):
 
 
 SPREAD = (Stack, Hit, Batched, Sorted, Biased, Single, Named)
-WHOLE = (Dropping, Normalized, Numbered, Mixed, Compared, Loading, Crowded)
+WHOLE = (
+    Dropping,
+    Normalized,
+    Numbered,
+    Mixed,
+    Compared,
+    Loading,
+    Listing,
+    Shrinking,
+    OtherwiseEvaluated,
+    Crowded,
+)
 
 
 class Block(nn.Module):
@@ -171,16 +215,23 @@ class Block(nn.Module):
         kind: of the experts.
         favourite: the expert that gets most tokens; None where all get some.
         checkpointed: computes experts again in the backward pass.
+        few: the experts see few tokens, of some microbatches none.
     """
 
     def __init__(
-        self, kind: type[Stack], favourite: int | None = None, *, checkpointed: bool = False
+        self,
+        kind: type[Stack],
+        favourite: int | None = None,
+        *,
+        checkpointed: bool = False,
+        few: bool = False,
     ) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.router = nn.Linear(WIDTH, EXPERTS)
         self.experts = kind()
         self.checkpointed = checkpointed
+        self.few = few
         if favourite is not None:
             with torch.no_grad():
                 self.router.bias[favourite] += 30
@@ -194,6 +245,10 @@ class Block(nn.Module):
         given = tokens if isinstance(self.experts, Sorted) else tokens.flatten(0, 1)
         if keyword:
             made = self.experts(x=given, index=index, weights=weights)
+        elif self.few:
+            seen = given[:, 0] > FEW
+            made = torch.zeros_like(given)
+            made[seen] = self.experts(given[seen], index[seen], weights[seen])
         elif self.checkpointed:
             made = checkpoint(self.experts, given, index, weights, use_reentrant=False)
         else:

@@ -45,6 +45,7 @@ def trained(options: dict[str, Any]) -> list[tuple[float, int]]:
         expert_cases.beside_one_process(
             ["Hit", "Batched"], favourite=0, checkpointed=True, **options
         ),
+        expert_cases.beside_one_process(["Hit"], few=True, **options),
         expert_cases.beside_one_process(WHOLE, **options),
     ]
 
@@ -56,7 +57,7 @@ def test_experts_of_all_ranks_give_what_one_process_gives(worlds: Worlds, name: 
         near = 1e-8 if name == "ep2-sharded" else 1e-12  # the norm of shards is of fp32
         assert max(far for far, _ in found) < near, found
         if name != "pp2-ep2":  # each rank has one partition
-            assert [spread for _, spread in found] == [len(SPREAD), 2, 0]
+            assert [spread for _, spread in found] == [len(SPREAD), 2, 1, 0]
 
 
 def refused() -> list[str]:

@@ -97,7 +97,7 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _has_room(device: torch.device, tensors: Iterable[torch.Tensor]) -> bool:
     """Whether a device has room for copies beside the most that it has held so far."""
     needed = sum(
-        each.untyped_storage().nbytes() if each.layout is torch.strided else each.numel() * 16
+        each.nbytes if each.layout is torch.strided else each.numel() * 16
         for each in tensors
         if each.device == device
     )

@@ -58,7 +58,7 @@ def dispatched(index: torch.Tensor, number: int, size: int) -> Dispatch:
         number: of experts.
         size: how many ranks have equal shares of them.
     """
-    flat = index.reshape(len(index), -1).long()
+    flat = (index if index.dim() > 1 else index[:, None]).long()
     owner = (flat // (number // size)).clamp(0, size - 1)
     goes = flat.new_zeros((len(flat), size), dtype=torch.bool).scatter(1, owner, True).t()
     owners = owner.reshape(-1)

@@ -75,7 +75,8 @@ class SpreadExperts(DistributedModule):
             for each, needed in zip((call.tokens, call.weights), is_needed, strict=True)
         )
         with standing_in(self, {name: self.use_slice(name) for name in stack.parameters}):
-            result = self._result(call, tokens.reshape(call.count, -1), weights.reshape(-1))
+            flat = tokens.reshape(call.count, tokens.shape[-1])
+            result = self._result(call, flat, weights.reshape(-1))
         return result.view(*call.tokens.shape[:-1], result.shape[-1])
 
     @no_call

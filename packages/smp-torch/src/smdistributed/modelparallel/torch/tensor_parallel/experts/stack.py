@@ -5,7 +5,8 @@ the experts that each goes to, and weights (``routed``). Its result must be a su
 of which one expert computes from its token and weight alone. That is tried, in double precision on
 small random numbers: the whole stack, called with some tokens and then with others, must give what
 the shares of all ranks give when each is called with all of its tokens at once; also where experts,
-or a rank, get nothing, and where all tokens go to one expert.
+or a rank, get nothing, and where all tokens go to one expert; in training and in evaluation. It may
+change nothing else: no state that its code can reach, and not what it is given.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import RefutedError, tried
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import copied_with
 from smdistributed.modelparallel.torch.tensor_parallel.experts.routed import Routed, routed
@@ -39,6 +43,8 @@ _MOST_NUMBERS = 1 << 26
 #: Of which the trials are: tokens and choices.
 _TOKENS = 11, 40
 _CHOICES = 1, 2
+#: In training first, as most can be seen there.
+_MODES = True, False
 #: In which precision, the first that its code takes, and what rounding may change of the largest
 #: number; code may have single precision written in it.
 _PRECISIONS = ((torch.float64, 1e-5), (torch.float32, 1e-4))
@@ -108,8 +114,8 @@ def _proven(module: nn.Module, number: int, size: int) -> Stack:
             stack = Stack(names, number, counts)
             try:
                 _Proof(module, stack, size, divisor, dtype, near).run()
-            except RefutedError as error:
-                reason = reason or error
+            except (RefutedError, UnsupportedError) as error:
+                reason = reason or RefutedError(str(error))
             else:
                 return stack
     raise reason or RefutedError("it is too large to be tried")
@@ -165,7 +171,8 @@ class _Proof:
             self._form = form
             for width in sorted(_widths(self._whole)):
                 try:
-                    for count, choices in itertools.product(_TOKENS, _CHOICES):
+                    for trains, count, choices in itertools.product(_MODES, _TOKENS, _CHOICES):
+                        self._whole.train(trains)
                         for index in self._indices(count, choices):
                             self._try(width, index)
                 except RefutedError as error:
@@ -247,13 +254,20 @@ class _Proof:
         """Returns what the whole makes of some tokens, and then of others."""
         some = len(call.index) // 3
         given = call.tokens, call.index, call.weights
-        before = _plain_state(self._whole)
-        parts = [
-            _result_of(self._whole, call.with_tensors(*(each[part] for each in given)))
-            for part in (slice(some), slice(some, None))
-        ]
-        if _plain_state(self._whole) != before:
+        versions = [version_of(each) for each in given]
+        before = Snapshot(self._whole.modules())
+        try:
+            parts = [
+                _result_of(self._whole, call.with_tensors(*(each[part] for each in given)))
+                for part in (slice(some), slice(some, None))
+            ]
+        finally:
+            is_changed = bool(before.note_changes())
+            before.put_all_back()
+        if is_changed:
             raise RefutedError("it keeps something of a call")
+        if [version_of(each) for each in given] != versions:
+            raise RefutedError("it changes what it is given")
         return torch.cat(parts)
 
     def _of_ranks(self, call: Routed) -> torch.Tensor:
@@ -305,25 +319,10 @@ def _forms(module: nn.Module) -> Iterator[_Form]:
         yield functools.partial(form, order)
 
 
-def _plain_state(module: nn.Module) -> list[Any]:
-    """Returns what a module and those in it hold but for parameters, to be compared.
-
-    Tensors and objects count by identity: one that a call makes anew is another.
-    """
-    return [
-        (name, key, value if isinstance(value, _PLAIN) else id(value))
-        for name, inner in module.named_modules()
-        for key, value in vars(inner).items()
-        if key not in _OF_MODULES
-    ]
-
-
-_PLAIN = (bool, int, float, str, bytes, type(None))
-_OF_MODULES = frozenset(vars(nn.Module()))
-
-
 def _result_of(module: nn.Module, arguments: object) -> torch.Tensor:
-    result, _ = tried(module, arguments)
+    result, dropped = tried(module, arguments)
+    if dropped:
+        raise RefutedError("it draws random numbers for its tokens")
     if len(result.leaves) != 1 or not isinstance(result.leaves[0], torch.Tensor):
         raise RefutedError("it returns something else than what its tokens become")
     return result.leaves[0]
