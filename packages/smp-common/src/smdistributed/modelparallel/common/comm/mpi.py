@@ -3,14 +3,17 @@
 MPI has no time-outs, and a call that blocks inside the library can neither be interrupted nor
 learn that a peer has gone. So every wait here polls: matched probes and non-blocking requests,
 against a deadline. Polling yields the processor at once and begins to sleep only after a moment,
-which keeps a round trip at some microseconds without burning a core in long waits.
+which keeps a round trip at some microseconds. The longer a wait lasts, the longer it sleeps, in
+proportion: a hundred ranks that wait on a few cores leave these to the one they wait for.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from smdistributed.modelparallel.common.comm.transport import (
@@ -26,7 +29,12 @@ if TYPE_CHECKING:
 
 _SPIN_SECONDS = 500e-6
 _FIRST_SLEEP_SECONDS = 20e-6
-_LONGEST_SLEEP_SECONDS = 2e-3
+_LONGEST_SLEEP_SECONDS = 50e-3
+#: How much later than it could a wait may end, as a part of it.
+_LATER = 1 / 16
+#: By how much sleeps within MPI's own waits may be longer than it asks for.
+_SLACK_NANOSECONDS = 5_000_000
+_PR_SET_TIMERSLACK = 29
 _FAREWELL, _REPORT = 0, 1
 
 
@@ -51,7 +59,8 @@ class MPITransport(Transport):
 
         self._mpi = MPI
         if not MPI.Is_initialized():
-            MPI.Init_thread(MPI.THREAD_MULTIPLE)
+            with _late_wakeups():
+                MPI.Init_thread(MPI.THREAD_MULTIPLE)
         check_size(MPI.COMM_WORLD.size, os.environ, MPI.Get_library_version())
         self._comm = MPI.COMM_WORLD.Dup()
         # Ranks that end say so here, so that nobody goes on waiting for them.
@@ -264,18 +273,36 @@ def check_size(size: int, environ: Mapping[str, str], library: str) -> None:
             )
 
 
+@contextlib.contextmanager
+def _late_wakeups() -> Iterator[None]:
+    """Inside, the kernel may wake this thread later than it asks for.
+
+    Open MPI starts by looking every 100 us whether all ranks are there. Where many share a core, it
+    is that which keeps the last ones from coming.
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux
+    if prctl is None:
+        yield
+        return
+    prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_SLACK_NANOSECONDS))
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(0))  # what it was when the thread began
+
+
 class _Pause:
     """One waiting period: yields the processor at first, then sleeps longer and longer."""
 
     def __init__(self) -> None:
         self.sleeping = False
-        self._spin_until = time.monotonic() + _SPIN_SECONDS
-        self._sleep_seconds = _FIRST_SLEEP_SECONDS
+        self._began = time.monotonic()
 
     def __call__(self) -> None:
+        waited_seconds = time.monotonic() - self._began
         if not self.sleeping:
             os.sched_yield()
-            self.sleeping = time.monotonic() > self._spin_until
+            self.sleeping = waited_seconds > _SPIN_SECONDS
             return
-        time.sleep(self._sleep_seconds)
-        self._sleep_seconds = min(2 * self._sleep_seconds, _LONGEST_SLEEP_SECONDS)
+        seconds = max(_FIRST_SLEEP_SECONDS, _LATER * waited_seconds)
+        time.sleep(min(seconds, _LONGEST_SLEEP_SECONDS))

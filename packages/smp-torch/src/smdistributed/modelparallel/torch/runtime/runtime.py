@@ -85,6 +85,9 @@ _HARDWARE_QUEUES = "2"
 #: How many operations NCCL's flight recorder keeps: torch walks the stack for each one, a sixth of
 #: what an action costs the host. The former name of the variable comes second.
 _FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+#: Tells gloo to connect two ranks when they first exchange something: each with each other one, in
+#: each group, is what large jobs would spend their start with.
+_CONNECT_WHEN_NEEDED = "TORCH_GLOO_LAZY_INIT"
 
 
 _Kept = TypeVar("_Kept")
@@ -267,6 +270,7 @@ def start(
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _HARDWARE_QUEUES)
     if not any(name in os.environ for name in _FLIGHT_RECORDER):
         os.environ[_FLIGHT_RECORDER[0]] = "0"
+    os.environ.setdefault(_CONNECT_WHEN_NEEDED, "1")
     timeout_seconds = settings.communication_timeout
     # Before any process group exists: the first fake mode imports functions of torch that keep the
     # world's group as a default argument, and with it the connections that `close` must close.
