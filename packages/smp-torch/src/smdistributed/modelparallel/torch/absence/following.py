@@ -18,14 +18,6 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.absence.digests import digest_of, place_of
-from smdistributed.modelparallel.torch.absence.kinds import (
-    DIFFERENTIATING,
-    LIKE,
-    MEMORY,
-    NO_VALUES,
-    OBJECT,
-    VALUES,
-)
 from smdistributed.modelparallel.torch.absence.notes import (
     REMEDY,
     Call,
@@ -76,6 +68,15 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.tensors.foreach import is_foreach, one_by_one
+from smdistributed.modelparallel.torch.tensors.functions import (
+    ABOUT,
+    DIFFERENTIATING,
+    GIVING_MEMORY,
+    GIVING_VALUES,
+    HOOKING_GRADIENTS,
+    MAKING_LIKE,
+    OF_OBJECTS,
+)
 from smdistributed.modelparallel.torch.trial.on_fakes import Trial
 
 _TENSOR: Any = torch.Tensor
@@ -90,9 +91,9 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function of torch that got an absent tensor."""
     own = args[0] if args and isinstance(args[0], AbsentTensor) else None
     with past_subclass_functions():
-        if own is not None and func in OBJECT:
+        if (own is not None and func in OF_OBJECTS) or func in HOOKING_GRADIENTS:
             return func(*args, **kwargs)
-        if own is not None and func in NO_VALUES:
+        if own is not None and func in ABOUT:
             return func(own.absent.fake, *args[1:], **kwargs)
         return _answer(func, args, kwargs)
 
@@ -121,13 +122,13 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
             raise not_differentiated(func, _origin(func, args, kwargs).names) from error
     if func in DIFFERENTIATING:
         raise not_differentiated(func, _origin(func, args, kwargs).names)
-    if func in MEMORY:
+    if func in GIVING_MEMORY:
         reason = (
             f"{name_of(func)} asks for the memory of {_all_names(found)}, which another partition "
             f"has, or of what was computed from it. {REMEDY}"
         )
         raise breaks_graph(reason) if is_being_compiled() else UnsupportedError(reason)
-    if func in VALUES:
+    if func in GIVING_VALUES:
         return _with_values(func, args, kwargs, is_everywhere=True)
     if func is _TENSOR.__iter__:
         return iter(_follow(_TENSOR.unbind, args, kwargs))
@@ -281,7 +282,7 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         return _with_values(func, args, kwargs, is_everywhere=False)
     sharing = {id(value): _sharing_memory(func, value, absent) for value in here}
     origin = _origin(func, args, kwargs)
-    if func in LIKE:
+    if func in MAKING_LIKE:
         origin = Origin(frozenset(), frozenset(), origin.digest)
     is_noted = not trial.has_drawn and all(each.is_noted for each in sources.values())
     call = (

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.absence.kinds import DIFFERENTIATING
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
     FakeTensorMode,
@@ -14,6 +13,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     pytree,
     quiet_fakes,
 )
+from smdistributed.modelparallel.torch.tensors.functions import DIFFERENTIATING
 
 _MOST_KNOWN = 4096
 

@@ -21,13 +21,6 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.absence.digests import digest_of, place_of
-from smdistributed.modelparallel.torch.absence.kinds import (
-    DIFFERENTIATING,
-    LIKE,
-    NO_VALUES,
-    OBJECT,
-    VALUES,
-)
 from smdistributed.modelparallel.torch.absence.notes import (
     Origin,
     check_forms,
@@ -43,6 +36,14 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import LikeTensor, version_of
 from smdistributed.modelparallel.torch.tensors.foreach import is_foreach, one_by_one
+from smdistributed.modelparallel.torch.tensors.functions import (
+    ABOUT,
+    BACKWARD,
+    GIVING_VALUES,
+    HOOKING_GRADIENTS,
+    MAKING_LIKE,
+    OF_OBJECTS,
+)
 
 _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad.__get__
@@ -113,7 +114,7 @@ class OwnedTensor(torch.Tensor, metaclass=LikeTensor):
 def follow(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function on owned tensors; what it gives is owned, unless Python reads it."""
     given = owned_in((args, kwargs))
-    if func in OBJECT or func in NO_VALUES:
+    if func in OF_OBJECTS or func in HOOKING_GRADIENTS or func in ABOUT:
         with awake(given):
             return func(*args, **kwargs)
     if func == _GRAD:
@@ -133,10 +134,10 @@ def track(func: Any, args: Any, kwargs: Any) -> Any:
     about: Owned = given[0].owned
     origins = [each.owned.origin for each in given]
     about.keeper.check_use(shortened(Origin.of_call(origins, "").names), name_of(func))
-    if func in DIFFERENTIATING and func is not torch.autograd.grad:
+    if func in BACKWARD:
         raise not_differentiated(func, Origin.of_call(origins, "").names)
     check_forms(func, (args, kwargs), origins)
-    if func in VALUES or about.keeper.needs_values(func, args, kwargs):
+    if func in GIVING_VALUES or about.keeper.needs_values(func, args, kwargs):
         leave(given)
         with awake(given):
             return read_only(func(*args, **kwargs))
@@ -147,7 +148,7 @@ def track(func: Any, args: Any, kwargs: Any) -> Any:
     check_forms(func, result, origins)
     if func == _SET_GRAD and is_owned(args[1]) and is_owned(args[0]):
         args[1].owned = _of_gradient(args[0])
-    if func not in LIKE:
+    if func not in MAKING_LIKE:
         _own_results(result, (args, kwargs), about.keeper, origin)
     return result
 

@@ -46,7 +46,7 @@ from smdistributed.modelparallel.torch.context_parallel.proof import (
     shorter,
 )
 from smdistributed.modelparallel.torch.context_parallel.refusals import refused
-from smdistributed.modelparallel.torch.context_parallel.seeing import DIFFERENTIATING, RunMode
+from smdistributed.modelparallel.torch.context_parallel.seeing import RunMode
 from smdistributed.modelparallel.torch.context_parallel.way import (
     ARGUMENTS,
     Held,
@@ -56,7 +56,10 @@ from smdistributed.modelparallel.torch.context_parallel.way import (
     Way,
     call_of,
 )
-from smdistributed.modelparallel.torch.tensors.functions import GIVING_BACKWARD_CODE
+from smdistributed.modelparallel.torch.tensors.functions import (
+    BACKWARD,
+    GIVING_BACKWARD_CODE,
+)
 
 #: So many ways of a step function are kept, and proofs of its calls: a number that Python changes
 #: in each step makes each of them a new one.
@@ -135,7 +138,7 @@ class PieceRun(RunMode):
 
     def take(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Makes a call."""
-        if function in DIFFERENTIATING:
+        if function in BACKWARD:
             self.check_whole(args[0], "backward")
             with self.aside():
                 return function(*args, **kwargs)

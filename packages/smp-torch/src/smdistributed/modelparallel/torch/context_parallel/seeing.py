@@ -14,9 +14,6 @@ from torch.overrides import TorchFunctionMode
 from smdistributed.modelparallel.torch.compat.private.compiled import call_as_written
 from smdistributed.modelparallel.torch.tensors.functions import UNRECORDED
 
-#: What starts a backward pass.
-DIFFERENTIATING = (torch.Tensor.backward, torch.autograd.backward)
-
 
 class RunMode(TorchFunctionMode):
     """Gets the calls that modes see, and those of autograd functions, see ``Between``.

@@ -18,8 +18,11 @@ from smdistributed.modelparallel.torch.context_parallel.calls import (
 )
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
 from smdistributed.modelparallel.torch.context_parallel.refusals import refused
-from smdistributed.modelparallel.torch.context_parallel.seeing import DIFFERENTIATING, RunMode
-from smdistributed.modelparallel.torch.tensors.functions import HOOKING_GRADIENTS
+from smdistributed.modelparallel.torch.context_parallel.seeing import RunMode
+from smdistributed.modelparallel.torch.tensors.functions import (
+    BACKWARD,
+    HOOKING_GRADIENTS,
+)
 
 #: Who has made the arguments of the step function.
 ARGUMENTS = -1
@@ -116,7 +119,7 @@ class WholeRun(RunMode):
 
     def take(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Makes a call, and writes it down."""
-        if function in DIFFERENTIATING:
+        if function in BACKWARD:
             return None  # nothing is differentiated
         if function in HOOKING_GRADIENTS:
             raise refused(

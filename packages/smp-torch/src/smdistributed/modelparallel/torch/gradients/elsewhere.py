@@ -19,23 +19,16 @@ from smdistributed.modelparallel.torch.compat.private.below import (
     without_memory,
 )
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
-from smdistributed.modelparallel.torch.compat.private.tensors import (
-    ABOUT_TENSORS,
-    NUMBERS_OF_MANY,
-)
-from smdistributed.modelparallel.torch.parts.arguments import (
-    leaves_of,
+from smdistributed.modelparallel.torch.compat.private.tensors import NUMBERS_OF_MANY
+from smdistributed.modelparallel.torch.parts.arguments import leaves_of, name_of
+from smdistributed.modelparallel.torch.tensors.functions import (
+    ABOUT,
+    OF_OBJECTS,
     methods_of_tensors,
-    name_of,
 )
 
-#: What asks for no values.
-_ABOUT = methods_of_tensors(
-    "shape dtype device layout is_sparse is_cuda is_leaf requires_grad grad_fn ndim size dim numel "
-    "stride nelement element_size is_floating_point is_complex requires_grad_ __hash__ __len__ "
-    "is_cpu is_meta is_nested is_contiguous",
-    *ABOUT_TENSORS,
-)
+#: What concerns the object, and not its values.
+_ABOUT = ABOUT | OF_OBJECTS | {torch.Tensor.requires_grad_}
 #: What the owner does, one number after the other, and no other rank needs to.
 _IN_PLACE = methods_of_tensors(
     "mul_ div_ add_ sub_ zero_ fill_ copy_ clamp_ clamp_min_ clamp_max_ nan_to_num_ neg_ lerp_ "

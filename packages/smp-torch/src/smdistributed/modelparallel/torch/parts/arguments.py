@@ -8,21 +8,6 @@ from typing import Any
 import torch
 
 
-def methods_of_tensors(names: str, *more: Any) -> frozenset[Any]:
-    """Returns methods of tensors, and what reads attributes of them.
-
-    Args:
-        names: of those, with spaces between.
-        more: functions to return besides.
-    """
-    found = set(more)
-    for name in names.split():
-        each = getattr(torch.Tensor, name, None)
-        if each is not None:
-            found.add(each if callable(each) else each.__get__)
-    return frozenset(found)
-
-
 def leaves_of(structure: Any) -> Iterator[Any]:
     """Yields what is in arguments of a function, however deep."""
     if isinstance(structure, dict):

@@ -41,44 +41,31 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_watchers,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import (
-    ABOUT_TENSORS,
     storage_of,
     version_of,
 )
 from smdistributed.modelparallel.torch.parts.arguments import (
     is_identity,
     leaves_of,
-    methods_of_tensors,
     name_of,
 )
 from smdistributed.modelparallel.torch.parts.blocks import Blocks
 from smdistributed.modelparallel.torch.tensors.foreach import is_foreach, one_by_one
+from smdistributed.modelparallel.torch.tensors.functions import (
+    ABOUT,
+    BY_NUMBER,
+    CONVERSIONS,
+    DIFFERENTIATING,
+    GIVING_MEMORY,
+    OF_OBJECTS,
+    SWITCHING_GRADIENTS,
+)
 
 _TENSOR: Any = torch.Tensor
-#: What asks for no values.
-ABOUT = methods_of_tensors(
-    "shape dtype device layout requires_grad is_leaf grad_fn ndim is_cuda is_cpu is_meta is_sparse "
-    "is_quantized is_mkldnn is_nested is_xpu is_mps itemsize nbytes name output_nr "
-    "retains_grad size dim ndimension numel nelement element_size "
-    "is_floating_point is_complex is_signed requires_grad_ register_hook __len__ __hash__ stride "
-    "get_device is_inference is_contiguous",
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-    _TENSOR.requires_grad.__set__,
-    *ABOUT_TENSORS,
-)
-#: What gives the tensor itself where there is nothing to convert.
-CONVERSIONS = methods_of_tensors("to cpu cuda float double half bfloat16 contiguous")
-#: What changes numbers of a gradient one by one, where the rest of what it is given is numbers.
-_BY_NUMBER = methods_of_tensors(
-    "mul_ div_ zero_ detach_ clamp_ clamp_min_ clamp_max_ nan_to_num_ neg_"
-)
-#: What would give away the memory of the whole, which goes.
-_MEMORY = methods_of_tensors(
-    "data_ptr untyped_storage storage share_memory_ is_shared __dlpack__ __cuda_array_interface__"
-)
-_DIFFERENTIATING = frozenset({_TENSOR.backward, torch.autograd.grad, torch.autograd.backward})
+#: What concerns the object, and not its values.
+ABOUT_PARTS = ABOUT | OF_OBJECTS | SWITCHING_GRADIENTS | {_TENSOR.register_hook}
+#: What would give away the memory of the whole, which goes; pickled is the whole.
+_MEMORY = GIVING_MEMORY - {_TENSOR.__reduce_ex__}
 _GRAD: Any = _TENSOR.grad
 _DATA: Any = _TENSOR.data
 
@@ -148,11 +135,11 @@ class PartView(torch.Tensor, InParts):
             with past_subclass_functions():
                 if func == _GRAD.__get__:
                     return gradient_of(own)
-                if func in ABOUT:
+                if func in ABOUT_PARTS:
                     return func(*args, **kwargs)
                 if func in CONVERSIONS and lying.is_all and is_identity(func, args, kwargs):
                     return own
-            is_number_by_number = func in _BY_NUMBER and _are_numbers((args[1:], kwargs))
+            is_number_by_number = func in BY_NUMBER and _are_numbers((args[1:], kwargs))
             if is_number_by_number and lying.blocks.is_gradient and lying.is_all:
                 func(lying.blocks.values, *args[1:], **kwargs)
                 note_call(func, args, kwargs)
@@ -248,7 +235,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         )
     for each in given:
         _check_rests(each.lying.blocks, func)
-    if func in _DIFFERENTIATING:
+    if func in DIFFERENTIATING:
         return _differentiate(func, args, kwargs)
     if func in _MEMORY:
         raise _refusal(

@@ -19,11 +19,11 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.below import without_memory
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
-from smdistributed.modelparallel.torch.parts.at_rest import ABOUT
+from smdistributed.modelparallel.torch.parts.at_rest import ABOUT_PARTS
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 _GRAD: Any = torch.Tensor.grad
-_ASKS_NO_VALUES = ABOUT | {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
+_ASKS_NO_VALUES = ABOUT_PARTS | {_GRAD.__get__, _GRAD.__set__, _GRAD.__delete__}
 #: The largest difference there is room for. A number halfway between two of bf16 may be one more,
 #: and becomes the one before it in fp32.
 _LARGEST = (1 << 15) - 1

@@ -24,8 +24,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import past_subclass
 from smdistributed.modelparallel.torch.parts.arguments import is_identity, name_of
 from smdistributed.modelparallel.torch.parts.assigning import blocks_of_given
 from smdistributed.modelparallel.torch.parts.at_rest import (
-    ABOUT,
-    CONVERSIONS,
+    ABOUT_PARTS,
     InParts,
     Lying,
     PartView,
@@ -34,6 +33,7 @@ from smdistributed.modelparallel.torch.parts.at_rest import (
     whole_of,
 )
 from smdistributed.modelparallel.torch.parts.blocks import Blocks, Home
+from smdistributed.modelparallel.torch.tensors.functions import CONVERSIONS
 
 
 class ShardsHome(Home, Protocol):
@@ -194,7 +194,7 @@ class ShardedParameter(nn.Parameter, InParts):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch that got such a parameter."""
         kwargs = kwargs or {}
-        if func in ABOUT and not _is_read_in_blocks(args):
+        if func in ABOUT_PARTS and not _is_read_in_blocks(args):
             with past_subclass_functions():
                 return func(*args, **kwargs)
         if func is torch.Tensor.detach and sys._getframe(1).f_code is _NEW_PARAMETER:

@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import DATA_DEPENDEN
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
+from smdistributed.modelparallel.torch.tensors.functions import MAKING_LISTS, SHOWING
 
 _CALLS = nn.Module._call_impl.__qualname__
 #: Of the gradients that hooks are tried out on.
@@ -190,23 +191,13 @@ def _code_of(function: Any) -> types.CodeType | None:
     return code if isinstance(code, types.CodeType) else None
 
 
-#: What shows numbers, or gives them away.
-_SHOWING = {
-    torch.Tensor.__repr__,
-    torch.Tensor.__format__,
-    torch.Tensor.tolist,
-    torch.Tensor.numpy,
-    torch.Tensor.__array__,
-}
-
-
 class _Numbers(TorchFunctionMode):
     """Gives numbers that nobody can look at yet."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == torch.Tensor.item:
             return PendingNumber(tensor=None, where="a hook")
-        if func in _SHOWING:
+        if func in SHOWING or func in MAKING_LISTS:
             raise UnsupportedError("it shows the numbers in a gradient")
         return func(*args, **(kwargs or {}))
 

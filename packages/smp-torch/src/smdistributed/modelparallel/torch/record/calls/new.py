@@ -25,14 +25,12 @@ from smdistributed.modelparallel.torch.record.microbatch import (
 )
 from smdistributed.modelparallel.torch.record.questions.question import Question
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind
+from smdistributed.modelparallel.torch.tensors.functions import SHOWING
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, opaque_objects, tensors_in
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 from smdistributed.modelparallel.torch.tensors.stand_ins import STAND_INS
 from smdistributed.modelparallel.torch.tensors.writes import writes_of
 from smdistributed.modelparallel.torch.trial.on_random_numbers import works_for_real
-
-#: The text of a tensor has its numbers in it.
-_SHOWING = {torch.Tensor.__repr__, torch.Tensor.__format__}
 
 
 class NewCalls:
@@ -141,7 +139,7 @@ class NewCalls:
         entry.kwargs = now.template(dict(kwargs), f"{name} in {where}")
         entry.settings = self._context.settings()
         entry.region = self._state.region
-        if target in _SHOWING and self._is_between():
+        if target in SHOWING and self._is_between():
             return self._decide(entry, RuntimeError("a stand-in has no numbers to show"))
         tensors = tensors_in((args, kwargs))
         assert now.values is not None

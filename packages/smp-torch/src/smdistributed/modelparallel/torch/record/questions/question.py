@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.record.trace.tree import Constant
+from smdistributed.modelparallel.torch.tensors.functions import SELECTING
 from smdistributed.modelparallel.torch.tensors.nested import (
     equal,
     fill,
@@ -34,9 +35,6 @@ from smdistributed.modelparallel.torch.tensors.nested import (
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.trace.tree import Entry
     from smdistributed.modelparallel.torch.record.trace.values import Values
-
-#: Functions whose result is a part of their first argument; which part, the others say.
-_SELECTIONS = {torch.Tensor.__getitem__, torch.Tensor.masked_select, torch.masked_select}
 
 
 class _Shape(NamedTuple):
@@ -109,7 +107,7 @@ class Question:
 
     @cached_property
     def _asked_of(self) -> Any:
-        if self.function in _SELECTIONS and not self.args[0].replicated:
+        if self.function in SELECTING and not self.args[0].replicated:
             # What is selected is an activation, but how much, the mask says.
             return (_zeros_like(self.args[0]), *self.args[1:])
         return self.args
