@@ -36,12 +36,26 @@ PLACES = {
         "getattr(net, 'ab'[net.turn % 2])",
     ),
     "detached": ("net.kept = {}", "net.kept['a'] = {value}.detach()", "net.kept['a']"),
+    "made anew": ("here.kept = []", "here.kept = [{value} * 2, 1]", "here.kept[0]"),
+    "dict made anew": ("pass", "here.kept = {{'a': {value}.abs().mean()}}", "here.kept['a']"),
+    "penalty": ("KEPT['l'] = []", "KEPT['l'].append({value}.abs().mean())", "KEPT['l'].pop()"),
+    "penalties": (
+        "KEPT['l'] = []",
+        "KEPT['l'] += [{value}.tanh(), {value}.square()]",
+        "sum(KEPT['l'].pop() for _ in range(2))",
+    ),
+    "ordered": (
+        "net.kept = collections.OrderedDict()",
+        "net.kept['a'] = {value} * 3",
+        "net.kept.popitem()[1]",
+    ),
     "number": ("net.kept = {}", "net.kept['a'] = {value}.square().mean()", "net.kept['a']"),
 }
 #: Who writes: code in the forward of a layer, of one in it, of a split module; or hooks.
 WRITERS = ("layer", "inner", "split", "hook", "inner hook", "pre-hook")
 READERS = ("model", "later layer", "step", "loss")
 _SCRIPT = """
+import collections
 import types
 import torch
 from torch import nn

@@ -314,6 +314,18 @@ def test_ranks_agree_on_what_one_of_them_could_not_try_out(worlds: Worlds) -> No
         assert set(found.values()) == {"exact"}
 
 
+def test_what_a_module_computes_and_keeps_is_seen_by_code_outside(worlds: Worlds) -> None:
+    names = [
+        "penalties, inner hook, step",
+        "penalty, inner, loss",
+        "dict made anew, inner, model",
+        "made anew, hook, loss",
+        "ordered, hook, model",
+    ]
+    for found in run(worlds, WORLDS["pp2"], try_features, names):
+        assert set(found.values()) == {"exact"}
+
+
 def test_a_number_that_an_inner_module_sets_on_one_around_its_own_is_refused(
     worlds: Worlds,
 ) -> None:

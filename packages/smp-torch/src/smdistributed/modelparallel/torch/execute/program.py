@@ -319,8 +319,9 @@ class Program:
                 seeded += f", {self._constant(spot)}.showing({self._expression(content)})"
             seeded += ": "
         target, results = self._constant(that_can_wait(node.target)), "result"
-        if node.taps:
-            target, results = self._constant(tapped(node.target, node.taps)), "result, taps"
+        if node.taps or node.taken:
+            call = tapped(node.target, node.taps, node.taken)
+            target, results = self._constant(call), "result, taps"
         lines = [f"{seeded}{results} = {target}({', '.join(arguments)})"]
         for output in node.outputs:
             if isinstance(output.source, Value):

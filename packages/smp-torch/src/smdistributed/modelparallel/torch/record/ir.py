@@ -155,6 +155,7 @@ class Node:
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         lifted, lifts: LEAF: what is lifted out of it, as of its entry.
+        taken: LEAF: containers that have in the end what they had before its call.
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
@@ -188,6 +189,7 @@ class Node:
     rewrites: bool = False
     lifted: tuple[nn.Module, ...] = ()
     lifts: bool = False
+    taken: list[Any] = field(default_factory=list)
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False

@@ -177,6 +177,8 @@ class Recorder(TorchFunctionMode):
                     ) from error
                 raise
             finally:
+                for entry in self._now.log:
+                    entry.note_taken()
                 self._attributes.hide_growth(self._now.grown)
                 self._forget_cached()
                 self._now.let_go()

@@ -46,6 +46,12 @@ class Growth(NamedTuple):
         """Whether tensors were put there, and nothing else."""
         return all(isinstance(each, torch.Tensor) for each in self.added.values())
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether none of it is there any more."""
+        there = self.obj.values() if isinstance(self.obj, dict) else self.obj
+        return {id(each) for each in there}.isdisjoint(map(id, self.added.values()))
+
     def replaced(self, make: Callable[[], Any]) -> Growth:
         """Puts something else in its place; returns what of that was added.
 
@@ -56,7 +62,7 @@ class Growth(NamedTuple):
         if isinstance(self.obj, dict):
             for key, value in self.added.items():
                 if dict.get(self.obj, key, MISSING) is value:
-                    dict.__setitem__(self.obj, key, made[key])
+                    _plain(self.obj).__setitem__(self.obj, key, made[key])
         elif isinstance(self.obj, list | collections.deque):
             holders.refill_list(self.obj, [by_id.get(id(item), item) for item in self.obj])
         new = {key: each for key, each in made.items() if key not in self.before}
@@ -68,7 +74,7 @@ class Growth(NamedTuple):
         for key, value in self.added.items():
             if isinstance(self.obj, dict):
                 former = dict.get(self.obj, key, MISSING)
-                dict.__setitem__(self.obj, key, value)
+                _plain(self.obj).__setitem__(self.obj, key, value)
             elif key < len(self.obj):
                 former, self.obj[key] = self.obj[key], value
             else:
@@ -92,9 +98,15 @@ class Growth(NamedTuple):
                 if dict.get(self.obj, key, MISSING) is not value:
                     continue
                 if key in self.before:
-                    dict.__setitem__(self.obj, key, self.before[key])
+                    _plain(self.obj).__setitem__(self.obj, key, self.before[key])
                 else:
-                    dict.__delitem__(self.obj, key)
+                    _plain(self.obj).__delitem__(self.obj, key)
+
+
+def _plain(obj: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Returns the class of Python's own that a dict is of, whose order knows of all its keys."""
+    is_ordered = isinstance(obj, collections.OrderedDict)
+    return collections.OrderedDict if is_ordered else dict
 
 
 def added_to(before: Any, now: Any) -> dict[Any, Any]:

@@ -28,7 +28,12 @@ from smdistributed.modelparallel.torch.record.leaves.lending import (
     tensors_left,
 )
 from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns, Watch, depends_on_others
-from smdistributed.modelparallel.torch.record.leaves.spans import Span, hooked_calls, inner_tensors
+from smdistributed.modelparallel.torch.record.leaves.spans import (
+    Span,
+    hooked_calls,
+    inner_tensors,
+    made_by_calls,
+)
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, gradient_lost
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber, plain
 from smdistributed.modelparallel.torch.record.trace.taps import (
@@ -216,6 +221,7 @@ class LeafCalls:
                         alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
                 run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
                 now.grown += run.grown
+                entry.grown = run.grown
                 entry.left = [each for each in run.grown if each.is_own]
                 watch.tell(entry)
                 entry.inner, entry.hooked = run.inner, run.hooked
@@ -369,6 +375,8 @@ class LeafCalls:
             changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
             span.outputs = list(tensor_paths(result))
             entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
+            for tap, tensor in made_by_calls(now.new[span.start : span.end], entry.region):
+                entry.inner.setdefault(id(tensor), (tap, tensor))
             self._complete(entry, result, changes, handed)
             span.left_behind = _left_behind(entry, items)
             entry.hooked = hooked_calls([span, *now.spans[first:]])

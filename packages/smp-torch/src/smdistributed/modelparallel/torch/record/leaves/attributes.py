@@ -53,6 +53,12 @@ def _changed(path: str, leaf: str) -> UnsupportedError:
     )
 
 
+def _has_fakes(content: Any) -> bool:
+    """Whether an attribute has fakes, in a tuple too; what is in large lists would take long."""
+    is_looked_at = isinstance(content, FakeTensor | tuple)
+    return is_looked_at and any(True for _ in fakes_in(content))
+
+
 class Deed(NamedTuple):
     """What the call of a leaf does.
 
@@ -132,7 +138,7 @@ class LeafAttributes:
             module: {
                 name: value
                 for name, value in vars(module).items()
-                if name not in OF_MODULES and not any(True for _ in fakes_in(value))
+                if name not in OF_MODULES and not _has_fakes(value)
             }
             for module in self._scene.leaf_of
         }

@@ -49,7 +49,8 @@ class Done(NamedTuple):
 
 def tensors_left(result: Any, changes: Iterable[Change]) -> Iterator[torch.Tensor]:
     """Yields the tensors of the step that a leaf returned or kept, whoever has made them."""
-    kept = [[each.now, *(each.added or {}).values()] for each in changes]
+    # What was in a list before has been left there by others.
+    kept = [each.now if each.added is None else [*each.added.values()] for each in changes]
     yield from (each for each in tensors_in([result, kept]) if isinstance(each, FakeTensor))
 
 

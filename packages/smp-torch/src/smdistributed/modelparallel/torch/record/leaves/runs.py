@@ -17,6 +17,7 @@ from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.ir import Graph
 from smdistributed.modelparallel.torch.record.leaves.lending import Done, tensors_left
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
+from smdistributed.modelparallel.torch.record.leaves.spans import made_by_calls
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace.taps import (
@@ -112,12 +113,13 @@ class LeafRuns:
             finally:
                 changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
                 grown = snapshot.put_back()
+            made = values.made
             kept = filter(values.is_from_outside, tensors_left(result, changes))
             borrowed = values.borrowed | {id(tensor): tensor for tensor in kept}
-        for tap, tensor in container_taps(grown):
+        region = self._state.region
+        for tap, tensor in (*made_by_calls(made, region), *container_taps(grown)):
             inner.setdefault(id(tensor), (tap, tensor))
         lines = [node.line(repr) for node in graph.nodes]
-        region = self._state.region
         has_regions = any(node.region not in (None, region) for node in graph.nodes)
         done = Done(snapshot, changes, grown, written, has_regions)
         return LeafRun(

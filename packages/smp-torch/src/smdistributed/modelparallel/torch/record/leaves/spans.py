@@ -7,7 +7,7 @@ the start and the end of a leaf's call become one entry.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
+from smdistributed.modelparallel.torch.record.calls.regions import Region
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.trace.taps import (
     Tap,
     attribute_taps,
     container_taps,
+    function_taps,
     has_hooks_of_others,
 )
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, HookedCall
@@ -78,6 +80,8 @@ class Span:
         self.entry.left = [each for each in grown if each.is_own]
         for tap, tensor in container_taps(grown):
             self.entry.inner.setdefault(id(tensor), (tap, tensor))
+        self.entry.grown = grown
+        self.entry.note_taken()
         for growth in grown:
             growth.remove()
         with past_recording(), torch.no_grad():
@@ -147,3 +151,18 @@ def inner_tensors(
     for tap, tensor in attribute_taps(span.module, names):
         found.setdefault(id(tensor), (tap, tensor))
     return found
+
+
+def made_by_calls(
+    entries: Iterable[Entry], region: Region | None
+) -> Iterator[tuple[Tap, torch.Tensor]]:
+    """Yields the tensors that calls within a leaf made, and where a replay finds them.
+
+    Args:
+        entries: the calls.
+        region: that the leaf is called in; what is checkpointed within it is made twice.
+    """
+    calls = [each for each in entries if each.kind in (EntryKind.CALL, EntryKind.QUESTION)]
+    for tap, tensor in function_taps((each.target, each.name, each.outputs) for each in calls):
+        if all(each.region == region for each in calls):
+            yield tap, tensor

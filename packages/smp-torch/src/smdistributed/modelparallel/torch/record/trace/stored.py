@@ -78,9 +78,9 @@ class Stored:
 
 
 def fakes_in(content: Any) -> Iterator[FakeTensor]:
-    """Yields what is in a place: the fakes in a tuple, or itself."""
-    if isinstance(content, tuple):
-        for each in content:
+    """Yields what is in a place: the fakes in a tuple, a list or a dict, or itself."""
+    if isinstance(content, tuple | list | dict):
+        for each in content.values() if isinstance(content, dict) else content:
             yield from fakes_in(each)
     elif isinstance(content, FakeTensor):
         yield content
@@ -88,7 +88,7 @@ def fakes_in(content: Any) -> Iterator[FakeTensor]:
 
 def replaced(content: Any, function: Callable[[Any], Any]) -> Any:
     """Returns a content with something else in the places of its parts."""
-    if not isinstance(content, tuple):
+    if not isinstance(content, tuple | list | dict):
         return function(content)
     parts = take_apart(content)
     assert parts is not None

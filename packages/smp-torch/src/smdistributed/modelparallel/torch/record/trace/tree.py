@@ -146,6 +146,8 @@ class Entry:
         lifted: LEAF: the modules in it whose hooks on their backward pass are lifted out.
         lifts: LEAF: hooks that its forward hooks put on activations are.
         refusal: why it can be made only in a module that stays whole; else "".
+        grown: LEAF: what it puts into containers, until its microbatch is over.
+        taken: LEAF: containers out of which code outside has taken what it had put there.
         left: LEAF: the tensors that it puts into containers of its own.
         borrowed: LEAF: tensors of the step that it reads and is not given: others have kept them.
         lent: LEAF: where it finds tensors that are lent to it, and templates of what is there.
@@ -190,6 +192,8 @@ class Entry:
     lifted: set[nn.Module] = field(default_factory=set)
     lifts: bool = False
     refusal: str = ""
+    grown: list[Growth] = field(default_factory=list)
+    taken: list[Any] = field(default_factory=list)
     left: list[Growth] = field(default_factory=list)
     borrowed: list[torch.Tensor] = field(default_factory=list)
     lent: list[tuple[Spot, Any]] = field(default_factory=list)
@@ -200,6 +204,13 @@ class Entry:
     where: str = ""
     following: list[Entry] = field(default_factory=list)
     way: Way | None = None
+
+    def note_taken(self) -> None:
+        """Notes which containers have no more what the leaf has put there."""
+        for growth in self.grown:
+            if growth.is_gone and not any(each is growth.obj for each in self.taken):
+                self.taken.append(growth.obj)
+        self.grown = []
 
     def __str__(self) -> str:
         return f"{self.name} in {self.where}" if self.where else self.name or "the end"

@@ -23,7 +23,7 @@ from smdistributed.modelparallel.torch.record.ir import (
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated, sources
-from smdistributed.modelparallel.torch.record.trace.taps import Tap
+from smdistributed.modelparallel.torch.record.trace.taps import Function, Tap
 from smdistributed.modelparallel.torch.record.trace.tree import (
     Constant,
     Entry,
@@ -63,6 +63,7 @@ class Values:
         read: what calls have read that no recorded call made; inside a leaf by its calls.
         borrowed: inside a leaf, what its calls have read of that code outside of it has made.
         written: inside a leaf, what its calls have changed in place.
+        made: inside a leaf, its calls.
         models: those whose parameters or buffers were read.
     """
 
@@ -77,6 +78,7 @@ class Values:
         self.read: list[torch.Tensor | Constant] = []
         self.borrowed: dict[int, torch.Tensor] = {}
         self.written: list[torch.Tensor] = []
+        self.made: list[Entry] = []
         self._outside: dict[int, Value] = {}
         self.models: set[nn.Module] = set()
         self._scene = scene
@@ -135,6 +137,8 @@ class Values:
             for carried in placeholders((entry.args, entry.kwargs), Carried):
                 if carried.problem is not None:
                     raise carried.problem
+        if self._state.leaf_depth:
+            self.made.append(entry)
         args, kwargs = self.arguments(entry.args), self.arguments(entry.kwargs)
         lent = [(spot, self.arguments(content)) for spot, content in entry.lent]
         kind = _NODE_KINDS[entry.kind]
@@ -176,11 +180,14 @@ class Values:
             rewrites=entry.rewrites,
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
+            taken=entry.taken,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=replicated,
             late=late,
         )
         for key, (tap, tensor) in entry.inner.items():
+            if entry.decides and isinstance(tap.module, Function):
+                continue  # other numbers have it make other calls
             if tap.call is not None or key not in self._escaped:
                 self._escaped[key] = node, entry, tap, tensor
         made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
@@ -307,6 +314,7 @@ class Values:
         """Writes a graph of its own meanwhile, and forgets it."""
         graph, known, constants, read = self.graph, self._known, self._constants, self.read
         outside, borrowed, written = self._outside, self.borrowed, self.written
+        made, self.made = self.made, []
         self.graph, self._known, self._constants = Graph(), dict(known), dict(constants)
         self.read, self._outside, self.borrowed, self.written = [], known, {}, []
         self.graph.constants = list(graph.constants)
@@ -315,6 +323,7 @@ class Values:
         finally:
             self.graph, self._known, self._constants, self.read = graph, known, constants, read
             self._outside, self.borrowed, self.written = outside, borrowed, written
+            self.made = made
 
     # ------------------------------------------------------------------ reading
 
@@ -416,7 +425,9 @@ class Values:
         if escaped is not None and not self._state.leaf_depth:
             node, entry, tap, _ = escaped
             node.taps.append(tap)
-            if tap.call is not None and entry.seen is Seen.NOTHING:
+            if isinstance(tap.module, Function):
+                entry.seen = Seen.ALL  # hooks that compute give other tensors each time
+            elif tap.call is not None and entry.seen is Seen.NOTHING:
                 entry.seen = Seen.HOOKS if entry.hooked else Seen.ALL
             return self._bind(tensor, node, tap)
         if not self._state.is_glue:
