@@ -42,7 +42,7 @@ PLACES = {
     "penalties": (
         "KEPT['l'] = []",
         "KEPT['l'] += [{value}.tanh(), {value}.square()]",
-        "sum(KEPT['l'].pop() for _ in range(2))",
+        "sum(KEPT['l'].pop() for _ in range(len(KEPT['l'])))",
     ),
     "ordered": (
         "net.kept = collections.OrderedDict()",
