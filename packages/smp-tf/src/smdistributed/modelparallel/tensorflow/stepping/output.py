@@ -105,6 +105,8 @@ class StepOutput:
         self._check_shapes("accumulate")
         if _is_stand_in(self._outputs[0]):
             return self._outputs[0]
+        if method == "variable" and var is None and self._scales_sums():
+            return _scaled(_added(self._outputs), self.weights[0])
         parts = self._weighted()
         if method == "variable" and var is not None:
             return self._into(var, parts)
@@ -114,10 +116,20 @@ class StepOutput:
             return tf.math.accumulate_n(parts)
         if method == "add_n":
             return tf.add_n(parts)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
+        return _added(parts)
+
+    def _scales_sums(self) -> bool:
+        """Tells whether one product scales the sum, in the place of one a microbatch.
+
+        Not in half precision, where a sum may be too large that the mean is not.
+        """
+        first = self._outputs[0]
+        return (
+            not isinstance(first, tf.IndexedSlices)
+            and first.dtype in (tf.float32, tf.float64)
+            and all(isinstance(weight, float) for weight in self.weights)
+            and len(set(self.weights)) == 1
+        )
 
     def _into(self, var: Any, parts: Sequence[Any]) -> Any:
         like = _dense(parts[0])
@@ -188,6 +200,14 @@ def _is_stand_in(value: Any) -> bool:
     Slices become more with each microbatch.
     """
     return not isinstance(value, tf.IndexedSlices) and is_absent(value)
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    """Returns a sum, to which each tensor is added as soon as it is there."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def _dense(value: Any) -> Any:
