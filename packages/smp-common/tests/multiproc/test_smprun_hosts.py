@@ -116,24 +116,49 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("smprun: mpirun ended with exit code")
 
 
-def test_a_host_that_is_lost_is_told_and_the_job_starts_again(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_job_starts_again_on_the_hosts_that_answer(hosts: Hosts, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, signal\n"
         "from mpi4py import MPI\n"
+        "from pathlib import Path\n"
         "world = MPI.COMM_WORLD\n"
         "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
-        "print('attempt', attempt, flush=True)\n"
+        "print('attempt', attempt, os.environ['SM_HP_MP_PARAMETERS'][-3:], flush=True)\n"
         "world.barrier()\n"
-        "if world.rank == 3 and attempt == '0':\n"
+        f"down = Path({str(hosts.down)!r})\n"
+        "if world.rank == world.size - 1 and attempt != '3':\n"
+        "    if attempt == '1':\n"
+        "        down.touch()\n"
+        "    elif attempt == '2':\n"
+        "        down.unlink()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    os.kill(os.getppid(), signal.SIGKILL)  # what mpirun has started there\n"
         "world.barrier()\n"
     )
-    done = smprun(hosts, ["--restarts", "1", str(script)], tmp_path)
+    degrees = ["ddp=true", "tensor_parallel_degree=2", "sharded_data_parallel_degree=2"]
+    sets = [word for each in degrees for word in ("--set", each)]
+    done = smprun(hosts, ["--restarts", "3", *sets, str(script)], tmp_path)
     assert done.returncode == 0, done.stderr
-    shown = [f"[{rank}] attempt {attempt}" for rank in range(4) for attempt in range(2)]
+    shown = sorted(
+        f"[{rank}] attempt {attempt} {degree}}}"
+        for attempt, (size, degree) in enumerate([(4, " 2"), (4, " 2"), (2, " 1"), (4, " 2")])
+        for rank in range(size)
+    )
     assert sorted(done.stdout.splitlines()) == shown
     lost = f"smprun: host {hosts.names[1]} was lost: mpirun cannot reach it (exit code 1)"
+    second = f"host {hosts.addresses[1]} is"
+    here = os.uname().nodename
     # Open MPI warns now and then that a process was faster than what it sets for it.
     told = [line for line in done.stderr.splitlines() if "plm:ssh: Warning: setpgid" not in line]
-    assert told == [lost, "smprun: restart 1 of 1 in 2 s"]
+    assert told == [
+        lost,
+        "smprun: restart 1 of 3 in 2 s",
+        lost,
+        "smprun: restart 2 of 3 in 2 s",
+        f"smprun: restart 2 of 3: {second} gone; 2 of 4 processes, data_parallel 1, "
+        "sharded_data_parallel_degree 1",
+        f"smprun: rank 1 ({here}) was killed by signal 9 (SIGKILL)",
+        "smprun: restart 3 of 3 in 2 s",
+        f"smprun: restart 3 of 3: {second} back; 4 of 4 processes, data_parallel 2",
+    ]

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from smdistributed.modelparallel.common.config import ConfigWarning
@@ -19,15 +20,18 @@ from smdistributed.modelparallel.common.launcher import (
     job,
     plan,
     restarts,
+    roll_call,
     settings,
     status,
 )
 from smdistributed.modelparallel.common.launcher.command import (
     Job,
     build_command,
+    build_roll_call,
     find_mpirun,
     job_environment,
 )
+from smdistributed.modelparallel.common.launcher.elastic import Placement
 from smdistributed.modelparallel.common.launcher.first_failure import Verdict
 from smdistributed.modelparallel.common.launcher.framework import guess
 from smdistributed.modelparallel.common.launcher.hosts import (
@@ -101,7 +105,8 @@ def _run(argv: list[str]) -> int:
     if arguments.config:
         file = settings.read_config_file(arguments.config)
     options = translate(" ".join([file.custom_mpi_options, *arguments.mpi_args]))
-    hosts = _place(arguments, options, file.processes_per_host)
+    named, num_ranks = _named(arguments, options, file.processes_per_host)
+    hosts = place(named, num_ranks)
     num_ranks = len(host_of_ranks(hosts))
     if arguments.memory and not arguments.plan:
         parser.error("--memory is that of a device that is planned for: give --plan too")
@@ -133,26 +138,33 @@ def _run(argv: list[str]) -> int:
             _say(text)
 
     described = Job(hosts, options, program, environ, arguments.fork_from)
-    mpirun = find_mpirun()
-
-    def command_of(started: Job) -> list[str]:
-        return build_command(started, mpirun, as_root=os.geteuid() == 0, num_cores=num_cores)
-
+    mpirun, as_root = find_mpirun(), os.geteuid() == 0
+    command_of = partial(build_command, mpirun=mpirun, as_root=as_root, num_cores=num_cores)
+    calling = partial(build_roll_call, mpirun=mpirun, as_root=as_root, num_cores=num_cores)
     if arguments.dry_run:
         shown = replace(described, copied_from="ADDRESS") if copied else described
         dry_run.show(hosts, config, merged.sources, command_of(shown))
         return 0
     limits = job.Limits(arguments.timeout, arguments.grace)
 
+    def silent(asked: Sequence[Host]) -> frozenset[str]:
+        return roll_call.silent(
+            asked, lambda some: calling(replace(described, hosts=tuple(some))), environ
+        )
+
+    placement = Placement(named, hosts, framework, config.given(), silent)
+
     def attempt(variables: Mapping[str, str]) -> Verdict:
-        started = replace(described, environ={**environ, **variables})
+        there = settings.changed({**environ, **variables}, placement.start.parameters)
+        started = replace(described, hosts=placement.start.hosts, environ=there)
         with contextlib.ExitStack() as stack:
             if copied:
                 source = copies.of_one_process(started, framework, is_asked=bool(arguments.fork))
                 started = stack.enter_context(source)
-            return job.run(command_of(started), started.environ, host_of_ranks(hosts), limits)
+            command, ranks = command_of(started), host_of_ranks(started.hosts)
+            return job.run(command, started.environ, ranks, limits, placement.take)
 
-    return restarts.run(attempt, arguments.restarts)
+    return restarts.run(attempt, arguments.restarts, placement.renew)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -259,9 +271,10 @@ def _check_program(parser: argparse.ArgumentParser, program: Sequence[str]) -> N
         )
 
 
-def _place(
+def _named(
     arguments: argparse.Namespace, options: MpiOptions, processes_per_host: int | None
-) -> tuple[Host, ...]:
+) -> tuple[tuple[Host, ...], int | None]:
+    """Returns the hosts that the job may use and its number of processes, as far as asked for."""
     num_ranks = arguments.num_ranks
     if num_ranks is None:
         num_ranks = options.num_ranks
@@ -283,7 +296,7 @@ def _place(
         hosts = tuple(
             Host(host.name, host.slots or processes_per_host) for host in hosts or _here()
         )
-    return place(hosts, num_ranks)
+    return hosts, num_ranks
 
 
 def _here() -> tuple[Host, ...]:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from smdistributed.modelparallel.common.comm.seal import SECRET_VARIABLE
@@ -173,6 +173,20 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
         as_root: whether the user is root, which mpirun refuses by default.
         num_cores: cores of this host.
     """
+    afresh = ("-u", "-m", _BOOTSTRAP)
+    started = (*STAND_IN, job.copied_from) if job.copied_from else afresh
+    words = _words_of_mpirun(job, mpirun, as_root=as_root, num_cores=num_cores)
+    return [*words, sys.executable, *started, *job.program]
+
+
+def build_roll_call(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> list[str]:
+    """Returns the command line that starts nothing on each host of ``job``; args as above."""
+    hosts = tuple(Host(host.name, 1) for host in job.hosts)
+    alike = replace(job, hosts=hosts)
+    return [*_words_of_mpirun(alike, mpirun, as_root=as_root, num_cores=num_cores), "true"]
+
+
+def _words_of_mpirun(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> list[str]:
     options = job.options
     command = [mpirun, "-n", str(job.num_ranks)]
     command += ["--host", ",".join(f"{host.name}:{host.slots}" for host in job.hosts)]
@@ -200,9 +214,7 @@ def build_command(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> li
     command += options.arguments()
     for name, value in sorted(_exports(job).items()):
         command += ["-x", name if value is None else f"{name}={value}"]
-    afresh = ("-u", "-m", _BOOTSTRAP)
-    started = (*STAND_IN, job.copied_from) if job.copied_from else afresh
-    return [*command, sys.executable, *started, *job.program]
+    return command
 
 
 def _exports(job: Job) -> dict[str, str | None]:

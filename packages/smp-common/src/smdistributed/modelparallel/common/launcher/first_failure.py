@@ -15,6 +15,8 @@ from smdistributed.modelparallel.common.failure import FailureRecord
 
 #: Why a job is final that ended for a reason from outside.
 ASKED = "it was asked to end"
+#: Why it is final, unless a host is gone, that mpirun starts nothing.
+REFUSED = "mpirun has refused it"
 _TERMINATED = 128 + signal.SIGTERM
 
 
@@ -146,7 +148,7 @@ def judge(
         return Verdict(
             _exit_code(mpirun_code),
             f"mpirun ended with {_ending(mpirun_code)}",
-            final_because="mpirun has refused it" if is_refused else "",
+            final_because=REFUSED if is_refused else "",
         )
     return Verdict(0)
 

@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
+from typing import Any
 
 from smdistributed.modelparallel.common.launcher import processes, standard_input
 from smdistributed.modelparallel.common.launcher.command import own_files
@@ -67,7 +68,11 @@ class Limits:
 
 
 def run(
-    command: Sequence[str], environ: Mapping[str, str], hosts: Sequence[str], limits: Limits
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    hosts: Sequence[str],
+    limits: Limits,
+    on_configuration: Callable[[Mapping[str, Any]], object],
 ) -> Verdict:
     """Runs a job to its end and returns how it ended.
 
@@ -76,8 +81,10 @@ def run(
         environ: its environment.
         hosts: host of each rank.
         limits: of its time.
+        on_configuration: is called with the parameters that rank 0 tells.
     """
     relay = Relay(Screen(sys.stdout.buffer, sys.stderr.buffer, len(hosts)))
+    relay.on_configuration = on_configuration
     with own_files(environ) as complete:
         own = {k: v for k, v in complete.items() if k != standard_input.VARIABLE}
         own |= standard_input.offered(hosts, command)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
 
+from smdistributed.modelparallel.common.config.announced import announced
 from smdistributed.modelparallel.common.failure import FailureRecord
 from smdistributed.modelparallel.common.launcher.ending import HEARD
 from smdistributed.modelparallel.common.launcher.first_failure import (
@@ -112,6 +113,7 @@ class Relay:
         lost_host: the first to which mpirun has lost its connection; empty without one.
         is_ending: whether a rank was asked to end and wants time for it.
         on_whereabouts: is called with what a rank says of where it is; not shown.
+        on_configuration: is called with the parameters that rank 0 tells; not shown.
     """
 
     def __init__(self, screen: Screen) -> None:
@@ -120,6 +122,7 @@ class Relay:
         self.lost_host = ""
         self.is_ending = False
         self.on_whereabouts: Callable[[Whereabouts], object] = lambda _: None
+        self.on_configuration: Callable[[Mapping[str, Any]], object] = lambda _: None
         self._screen = screen
         self._streams: dict[tuple[int | None, bool], LineAssembler] = {}
         self._last_words: defaultdict[int, list[bytes]] = defaultdict(list)
@@ -183,6 +186,9 @@ class Relay:
             return
         if is_err and (told := Whereabouts.parse(text)):
             self.on_whereabouts(told)
+            return
+        if is_err and (given := announced(text)) is not None:
+            self.on_configuration(given)
             return
         if is_err and (record := _record(text)):
             self.records.append(record)

@@ -8,15 +8,18 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import NoReturn
 
+from smdistributed.modelparallel.common.config.announced import ANNOUNCED_VARIABLE
 from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE
 from smdistributed.modelparallel.common.launcher.command import (
     MAX_RESTARTS_VARIABLE,
     RESTART_COUNT_VARIABLE,
 )
-from smdistributed.modelparallel.common.launcher.first_failure import Verdict, ended_by
+from smdistributed.modelparallel.common.launcher.elastic import NoPlaceError
+from smdistributed.modelparallel.common.launcher.first_failure import REFUSED, Verdict, ended_by
 from smdistributed.modelparallel.common.launcher.job import ENDING
 
 #: Other hosts find out that mpirun has ended, and end their ranks, which hold the GPUs.
@@ -32,12 +35,16 @@ class _EndedError(Exception):
         self.verdict = ended_by(number)
 
 
-def run(attempt: Callable[[Mapping[str, str]], Verdict], most: int) -> int:
+def run(
+    attempt: Callable[[Mapping[str, str]], Verdict], most: int, renew: Callable[[], str]
+) -> int:
     """Runs a job until it ends well, or another start would be of no use, or none is left.
 
     Args:
         attempt: runs the job from its start to its end, with further variables.
         most: how often it may be started again.
+        renew: finds hosts for the next attempt; returns what has changed, in words. Raises
+            NoPlaceError where there are too few.
 
     Returns:
         smprun's exit code, that of the last attempt.
@@ -45,13 +52,21 @@ def run(attempt: Callable[[Mapping[str, str]], Verdict], most: int) -> int:
     try:
         with _raising():
             for number in itertools.count():
-                verdict = attempt(_variables(number, most))
+                verdict, changed = attempt(_variables(number, most)), ""
+                if verdict.final_because == REFUSED and number < most and (changed := renew()):
+                    verdict = replace(verdict, final_because="")
                 is_over = not verdict.exit_code or verdict.final_because or number == most
                 _say(verdict.line + (_why_over(verdict, most) if is_over else ""))
                 if is_over:
                     return verdict.exit_code
-                _say(f"restart {number + 1} of {most} in {_PAUSE_SECONDS:g} s")
+                which = f"restart {number + 1} of {most}"
+                _say(f"{which} in {_PAUSE_SECONDS:g} s")
                 time.sleep(_PAUSE_SECONDS)
+                if changed := changed or renew():
+                    _say(f"{which}: {changed}")
+    except NoPlaceError as error:
+        _say(f"not started again: {error}")
+        return verdict.exit_code
     except _EndedError as ended:
         _say(ended.verdict.line)
         return ended.verdict.exit_code
@@ -65,6 +80,7 @@ def _variables(number: int, most: int) -> dict[str, str]:
         RESTART_COUNT_VARIABLE: str(number),
         MAX_RESTARTS_VARIABLE: str(most),
         RECORDS_VARIABLE: _OTHERS_SECONDS,
+        ANNOUNCED_VARIABLE: "1",
     }
 
 

@@ -130,6 +130,11 @@ def launch_environment(environ: Mapping[str, str], merged: Merged) -> dict[str, 
     return {**environ, LAUNCH_VARIABLE: json.dumps(dict(merged.parameters))}
 
 
+def changed(environ: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Returns ``environ`` with further parameters in it, which win over those that it has."""
+    return launch_environment(environ, merge(environ, {}, parameters.items()))
+
+
 def check(
     framework: Framework,
     environ: Mapping[str, str],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 
 #: mpirun calls it as ssh: a host, then words of shell. Each host has a name of its own.
 AGENT = """#!/bin/sh
+[ -e "{down}" ] && exit 255
 case "$1" in
   {other}) namespace={namespace} ;;
   *) echo "unknown host $1" >&2; exit 255 ;;
@@ -34,11 +36,23 @@ class Hosts:
         names: of both; the first still calls itself as this machine does.
         addresses: of both.
         agent: the script that stands in for ssh.
+        down: a file; while it is there, the second answers no more.
     """
 
     names: tuple[str, str]
     addresses: tuple[str, str]
     agent: Path
+    down: Path
+
+    def lose_second(self) -> None:
+        """Ends every process of the second host, and has it answer no more."""
+        self.down.touch()
+        there = subprocess.run(
+            ["ip", "netns", "pids", self.names[1]], check=True, capture_output=True, text=True
+        )
+        for pid in there.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     @property
     def mpi_options(self) -> str:
@@ -95,9 +109,10 @@ def two_hosts(directory: Path) -> Iterator[Hosts]:
             _ip("-n", name, "link", "set", name, "up")
             _ip("-n", name, "link", "set", "lo", "up")
         agent = directory / "agent"
-        agent.write_text(AGENT.format(other=addresses[1], namespace=names[1]))
+        down = directory / "down"
+        agent.write_text(AGENT.format(other=addresses[1], namespace=names[1], down=down))
         agent.chmod(0o755)
-        yield Hosts(names, addresses, agent)
+        yield Hosts(names, addresses, agent, down)
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)

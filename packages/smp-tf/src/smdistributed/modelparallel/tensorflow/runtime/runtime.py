@@ -30,6 +30,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     Transport,
     started_by_mpi,
 )
+from smdistributed.modelparallel.common.config.announced import announce
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
@@ -145,6 +146,7 @@ def start(
             explaining(lambda error: explained(error, transport.rank, transport.size))
         )
         _come_first()
+    announce(settings, transport.rank)
     settings.check_world(transport.size, "tensorflow")
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, settings.communication_timeout)

@@ -38,6 +38,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     started_by_torchrun,
 )
 from smdistributed.modelparallel.common.config import Config
+from smdistributed.modelparallel.common.config.announced import announce
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
@@ -280,6 +281,7 @@ def start(
         hooks = _hooks(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     transport, peers = _join(timeout_seconds)
     hooks = hooks or _hooks(transport.rank, transport.size)
+    announce(settings, transport.rank)
     if planning is not None:
         planning.check_alone(transport.size)
     elif settings.auto:
