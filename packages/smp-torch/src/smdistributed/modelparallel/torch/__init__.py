@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.api.checkpoints import (
     save,
     save_checkpoint,
 )
+from smdistributed.modelparallel.torch.api.data import ElasticSampler
 from smdistributed.modelparallel.torch.api.groups import (
     get_cp_process_group,
     get_dp_process_group,
@@ -106,6 +107,7 @@ __all__ = [
     "CommGroup",
     "DistributedModel",
     "DistributedOptimizer",
+    "ElasticSampler",
     "RankType",
     "StepOutput",
     "allgather",
