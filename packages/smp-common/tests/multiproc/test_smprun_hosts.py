@@ -113,7 +113,8 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
     done = smprun(hosts, [str(script)], tmp_path)
     assert done.returncode != 0
     assert hosts.addresses[1] in done.stdout + done.stderr  # mpirun explains
-    assert done.stderr.splitlines()[-1].startswith("smprun: mpirun ended with exit code")
+    lost = f"smprun: host {hosts.addresses[1]} was lost: mpirun cannot reach it (exit code 255)"
+    assert done.stderr.splitlines()[-1] == lost
 
 
 def test_a_job_starts_again_on_the_hosts_that_answer(hosts: Hosts, tmp_path: Path) -> None:

@@ -37,6 +37,15 @@ LOST = """PRTE has lost communication with a remote daemon.
   Remote daemon: [prterun-vm-18841@0,1] on node far"""
 
 
+FAILED = """A daemon failed to report back after being spawned. This could
+be due to several factors, including inability to find the
+daemon executable.
+
+  Local host:    vm
+  Remote host:   far
+  Daemon exit status: 0"""
+
+
 @pytest.mark.parametrize(
     ("text", "banner"),
     [
@@ -154,3 +163,12 @@ def test_a_lost_host_explains_what_no_rank_has_done() -> None:
         verdict = judge(records, [], 0, HOSTS, lost_host=host)
         assert verdict == Verdict(1, "host far was lost: mpirun cannot reach it (exit code 1)")
     assert judge([record(1, 1.0)], [], 0, HOSTS, lost_host=host).line.startswith("rank 1")
+    assert parse_lost_host(FAILED) == "far"
+
+
+def test_ranks_that_never_ended_were_lost_even_where_mpirun_says_that_all_is_well() -> None:
+    verdict = judge([], [], 0, HOSTS, ended={0, 1})
+    assert verdict == Verdict(1, "ranks 2-3 did not come to an end: a host was lost (exit code 1)")
+    assert judge([], [], 0, HOSTS, ended={0, 1, 2, 3}) == Verdict(0)
+    # On one host mpirun sees each process end, whatever that runs.
+    assert judge([], [], 0, ("a", "a"), ended=set()) == Verdict(0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 
@@ -137,6 +138,24 @@ def test_a_rank_may_print_a_rule() -> None:
     shown = Shown()
     shown.feed(0, RULE, err=True)
     assert shown.err.getvalue() == b"[0] " + RULE
+
+
+def test_a_lost_host_is_told_by_mpirun_only_where_no_rank_has_come() -> None:
+    block = (
+        b"A daemon failed to report back after being spawned.\n",
+        b"  Remote host:   far\n",
+        RULE,
+    )
+    for has_come, is_err in itertools.product((False, True), repeat=2):
+        shown = Shown()
+        if has_come:
+            shown.feed(0, b"\x1esmp-ended\n", err=True)
+        for line in (RULE, *block):
+            shown.relay.feed(is_err, line)
+        assert shown.relay.lost_host == "far"
+        assert shown.relay.ended == ({0} if has_come else set())
+        text = b"" if has_come else b"".join((RULE, *block))
+        assert (shown.err if is_err else shown.out).getvalue() == text
 
 
 def test_an_unfinished_message_is_shown_at_the_end() -> None:

@@ -17,7 +17,7 @@ from types import ModuleType, TracebackType
 
 from smdistributed.modelparallel.common import failure, whereabouts
 from smdistributed.modelparallel.common.launcher import standard_input
-from smdistributed.modelparallel.common.launcher.ending import EndRequest
+from smdistributed.modelparallel.common.launcher.ending import EndRequest, say_at_end
 from smdistributed.modelparallel.common.launcher.listening import (
     END_SIGNAL,
     STATUS_SIGNAL,
@@ -95,6 +95,7 @@ def main() -> object:
     """
     request = EndRequest()
     listen({END_SIGNAL: request.come, STATUS_SIGNAL: lambda: whereabouts.answer(rank())})
+    say_at_end()
     name_host(os.environ)
     if rank() == 0:
         standard_input.take(os.environ)

@@ -1,19 +1,46 @@
-"""How ranks are asked to end, and given time for it: SIGTERM in each of them.
+"""How ranks end: asked to, and given time for it by SIGTERM in each of them; or by themselves.
 
 mpirun ends its ranks at once when it gets SIGTERM itself. So ``smprun`` sends it a signal that it
 forwards to every rank on every host, see ``listening``, and each rank turns that into SIGTERM. A
 rank that wants the time says so; where none does in some seconds, the job ends.
+
+A rank that comes to its end says that, too: mpirun may end with exit code 0, and without a word,
+when it has lost a host.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
 import threading
+from typing import NoReturn
 
 #: What a rank answers that has a handler of SIGTERM; smprun does not show it.
 HEARD = "\x1esmp-ending"
+#: What a rank says last; smprun does not show it.
+ENDED = "\x1esmp-ended"
+
+
+def say_at_end() -> None:
+    """Has this process say that it came to its end, whatever its exit code, after all else.
+
+    Not its children: those that are forked have its exit handlers.
+    """
+    own, leave = os.getpid(), os._exit
+
+    def say() -> None:
+        if os.getpid() == own:
+            with contextlib.suppress(OSError):
+                os.write(2, f"{ENDED}\n".encode())
+
+    def saying(status: int) -> NoReturn:
+        say()
+        leave(status)
+
+    atexit.register(say)
+    os._exit = saying
 
 
 class EndRequest:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from smdistributed.modelparallel.common.failure import FailureRecord
+from smdistributed.modelparallel.common.whereabouts import listed
 
 #: Why a job is final that ended for a reason from outside.
 ASKED = "it was asked to end"
@@ -65,8 +66,11 @@ _IMPROPER = re.compile(
     r"due to process rank (?P<rank>\d+) with PID \d+ on node (?P<host>\S+) "
     r"(?P<how>exiting\s+improperly|calling\s+\"abort\")"
 )
+#: A daemon that ends as its host is lost has, for mpirun, failed to come up.
 _LOST = re.compile(
-    r"lost communication with a remote daemon.*Remote daemon: \[\S+\] on node (\S+)", re.DOTALL
+    r"lost communication with a remote daemon.*Remote daemon: \[\S+\] on node (\S+)"
+    r"|A daemon failed to report back after being spawned.*Remote host:\s+(\S+)",
+    re.DOTALL,
 )
 _CAUSES = {
     "exiting": "ended without MPI_Finalize while others communicate",
@@ -88,7 +92,7 @@ def parse_banner(text: str) -> Banner | None:
 def parse_lost_host(text: str) -> str:
     """Returns the host that a block of mpirun's own output says is lost, or an empty text."""
     match = _LOST.search(text)
-    return match[1] if match else ""
+    return match[1] or match[2] if match else ""
 
 
 def judge(
@@ -99,6 +103,7 @@ def judge(
     *,
     lost_host: str = "",
     is_refused: bool = False,
+    ended: Collection[int] | None = None,
 ) -> Verdict:
     """Returns how a job ended that nobody asked to end.
 
@@ -118,6 +123,7 @@ def judge(
         hosts: host of each rank, as the user named it.
         lost_host: to which mpirun has lost its connection; it may end with exit code 0 then.
         is_refused: whether mpirun has said something and no rank has.
+        ended: the ranks that have said that they came to their end; None where that is not known.
     """
     records = sorted(records, key=lambda record: record.time_seconds)
     origins = [record for record in records if not record.blamed_ranks]
@@ -150,6 +156,12 @@ def judge(
             f"mpirun ended with {_ending(mpirun_code)}",
             final_because=REFUSED if is_refused else "",
         )
+    if ended is not None and len(set(hosts)) > 1:
+        silent = [rank for rank in range(len(hosts)) if rank not in ended]
+        if silent:
+            return Verdict(
+                1, f"{listed(silent)} did not come to an end: a host was lost (exit code 1)"
+            )
     return Verdict(0)
 
 

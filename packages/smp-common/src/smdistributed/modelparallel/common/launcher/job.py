@@ -193,6 +193,7 @@ class _RunningJob:
             hosts,
             lost_host=relay.lost_host,
             is_refused=relay.has_refused,
+            ended=relay.ended,
         )
         return replace(verdict, final_because=ASKED) if self._signalled else verdict
 

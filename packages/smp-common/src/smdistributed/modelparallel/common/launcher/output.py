@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from smdistributed.modelparallel.common.config.announced import announced
 from smdistributed.modelparallel.common.failure import FailureRecord
-from smdistributed.modelparallel.common.launcher.ending import HEARD
+from smdistributed.modelparallel.common.launcher.ending import ENDED, HEARD
 from smdistributed.modelparallel.common.launcher.first_failure import (
     Banner,
     parse_banner,
@@ -111,6 +111,7 @@ class Relay:
         records: the failure records of the ranks; not shown.
         banners: what mpirun says of failures; not shown.
         lost_host: the first to which mpirun has lost its connection; empty without one.
+        ended: the ranks that have said that they came to their end.
         is_ending: whether a rank was asked to end and wants time for it.
         on_whereabouts: is called with what a rank says of where it is; not shown.
         on_configuration: is called with the parameters that rank 0 tells; not shown.
@@ -120,6 +121,7 @@ class Relay:
         self.records: list[FailureRecord] = []
         self.banners: list[Banner] = []
         self.lost_host = ""
+        self.ended: set[int] = set()
         self.is_ending = False
         self.on_whereabouts: Callable[[Whereabouts], object] = lambda _: None
         self.on_configuration: Callable[[Mapping[str, Any]], object] = lambda _: None
@@ -127,13 +129,17 @@ class Relay:
         self._streams: dict[tuple[int | None, bool], LineAssembler] = {}
         self._last_words: defaultdict[int, list[bytes]] = defaultdict(list)
         self._num_to_come: defaultdict[int, int] = defaultdict(int)
-        self._block: list[str] | None = None
+        self._blocks: dict[bool, list[str]] = {}
         self._has_own_words = False
 
     @property
     def has_refused(self) -> bool:
         """Whether mpirun has said something, other than who failed, and no rank has."""
-        return self._has_own_words and all(rank is None for rank, _ in self._streams)
+        return self._has_own_words and self._is_mpirun_alone
+
+    @property
+    def _is_mpirun_alone(self) -> bool:
+        return all(rank is None for rank, _ in self._streams)
 
     def feed(self, is_err: bool, data: bytes) -> None:
         """Takes one piece, as mpirun wrote it to its standard output or error."""
@@ -154,7 +160,8 @@ class Relay:
         for (rank, is_err), stream in self._streams.items():
             if line := stream.rest():
                 self._line(rank, is_err, line, b"\n")
-        self._close_block()
+        for is_err in list(self._blocks):
+            self._close_block(is_err)
 
     def show_last_words(self, origin: int | None) -> None:
         """Shows the tracebacks of the ranks, those that are equal once, and the origin's last.
@@ -176,13 +183,13 @@ class Relay:
         line = line.rstrip(b"\0")
         text = line.decode(errors="replace")
         if rank is None:
-            if is_err:
-                self._own_line(text)
-            else:
-                self._screen.show(None, False, line, end)
+            self._own_line(is_err, text)
             return
         if is_err and text == HEARD:
             self.is_ending = True
+            return
+        if is_err and text == ENDED:
+            self.ended.add(rank)
             return
         if is_err and (told := Whereabouts.parse(text)):
             self.on_whereabouts(told)
@@ -202,33 +209,33 @@ class Relay:
             return
         self._screen.show(rank, is_err, line, end)
 
-    def _own_line(self, text: str) -> None:
-        """Gathers mpirun's messages, which stand between two rules."""
-        if self._block is not None:
-            self._block.append(text)
+    def _own_line(self, is_err: bool, text: str) -> None:
+        """Gathers mpirun's messages, which stand between two rules, on either stream."""
+        if (block := self._blocks.get(is_err)) is not None:
+            block.append(text)
             if _RULE.match(text):
-                self._close_block()
+                self._close_block(is_err)
         elif _RULE.match(text):
-            self._block = [text]
+            self._blocks[is_err] = [text]
         elif not _NOISE.search(text):
-            self._own_words(text)
+            self._own_words(is_err, text)
 
-    def _close_block(self) -> None:
-        if self._block is None:
-            return
-        text = "\n".join(self._block)
+    def _close_block(self, is_err: bool) -> None:
+        block = self._blocks.pop(is_err)
+        text = "\n".join(block)
         if banner := parse_banner(text):
             self.banners.append(banner)
-        elif host := parse_lost_host(text):
+            return
+        if host := parse_lost_host(text):
             self.lost_host = self.lost_host or host
-        else:
-            for line in self._block:
-                self._own_words(line)
-        self._block = None
+        # A host that no rank was started on may be in order but for what mpirun needs there.
+        if not host or self._is_mpirun_alone:
+            for line in block:
+                self._own_words(is_err, line)
 
-    def _own_words(self, text: str) -> None:
-        self._has_own_words = True
-        self._screen.show(None, True, text.encode())
+    def _own_words(self, is_err: bool, text: str) -> None:
+        self._has_own_words |= is_err
+        self._screen.show(None, is_err, text.encode())
 
 
 def _record(text: str) -> FailureRecord | None:

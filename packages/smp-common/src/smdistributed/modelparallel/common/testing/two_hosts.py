@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+#: By which each host reaches the other.
+INTERFACE = "eth0"
 #: mpirun calls it as ssh: a host, then words of shell. Each host has a name of its own.
 AGENT = """#!/bin/sh
 [ -e "{down}" ] && exit 255
@@ -104,9 +106,9 @@ def two_hosts(directory: Path) -> Iterator[Hosts]:
             ) from None
         _ip("link", "add", names[0], "type", "veth", "peer", "name", names[1])
         for name, address in zip(names, addresses, strict=True):
-            _ip("link", "set", name, "netns", name)
-            _ip("-n", name, "addr", "add", f"{address}/24", "dev", name)
-            _ip("-n", name, "link", "set", name, "up")
+            _ip("link", "set", name, "netns", name, "name", INTERFACE)
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)
+            _ip("-n", name, "link", "set", INTERFACE, "up")
             _ip("-n", name, "link", "set", "lo", "up")
         agent = directory / "agent"
         down = directory / "down"
