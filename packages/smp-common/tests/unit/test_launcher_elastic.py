@@ -61,6 +61,9 @@ def test_a_spare_host_takes_the_place_of_one_that_is_gone() -> None:
     job = placement("a:2,b:2,c:2", 4, {"pipeline_parallel_degree": 4}, {"b"}, {"b"}, set())
     assert job.renew() == "host b is gone; 4 of 4 processes, data_parallel 1"
     assert job.start.hosts == (Host("a", 2), Host("c", 2))
+    names = {"SM_HOSTS": '["algo-1", "algo-2", "algo-3"]'}
+    assert job.environment(names) == {"SM_HOSTS": '["algo-1", "algo-3"]'}
+    assert job.environment({"SM_HOSTS": '["algo-1"]'}) == {"SM_HOSTS": '["algo-1"]'}
     assert job.renew() == ""
     assert job.renew() == "host b is back; 4 of 4 processes, data_parallel 1"
     assert job.start.hosts == (Host("a", 2), Host("b", 2))

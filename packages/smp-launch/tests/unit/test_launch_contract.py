@@ -157,6 +157,26 @@ def test_mpi_is_one_smprun_for_all_hosts(folder: JobFolder) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("more", "restarts"),
+    [
+        ({"EnableManagedSpotTraining": True}, ["--restarts=30"]),
+        ({"RetryStrategy": {"MaximumRetryAttempts": 3}}, ["--restarts=3"]),
+        (
+            {"EnableManagedSpotTraining": True, "RetryStrategy": {"MaximumRetryAttempts": 3}},
+            ["--restarts=3"],
+        ),
+        ({}, []),
+    ],
+)
+def test_a_job_that_may_be_interrupted_starts_again(
+    folder: JobFolder, more: dict[str, Any], restarts: list[str]
+) -> None:
+    values = {"sagemaker_program": "train.py", "sagemaker_mpi_enabled": True}
+    (command,) = commands_of(folder, request_of(values, **more), 30, {})
+    assert [word for word in command.words if "restarts" in word] == restarts
+
+
 @pytest.mark.parametrize("program", ["", "missing.py", "../outside.py", "/bin/true"])
 def test_a_program_is_a_file_of_the_code(folder: JobFolder, program: str) -> None:
     with pytest.raises(ConfigError, match="must be a file of the code"):

@@ -155,8 +155,8 @@ def _run(argv: list[str]) -> int:
     placement = Placement(named, hosts, framework, config.given(), silent)
 
     def attempt(variables: Mapping[str, str]) -> Verdict:
-        there = settings.changed({**environ, **variables}, placement.start.parameters)
-        started = replace(described, hosts=placement.start.hosts, environ=there)
+        own = placement.environment({**environ, **variables})
+        started = replace(described, hosts=placement.start.hosts, environ=own)
         with contextlib.ExitStack() as stack:
             if copied:
                 source = copies.of_one_process(started, framework, is_asked=bool(arguments.fork))

@@ -7,6 +7,8 @@ of them share parameters from that.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,10 @@ from typing import Any
 
 from smdistributed.modelparallel.common.config import Config, Framework, load
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
+from smdistributed.modelparallel.common.launcher import settings
 from smdistributed.modelparallel.common.launcher.hosts import Host, place
 
+_NAMES_VARIABLE = "SM_HOSTS"
 _SHARDS = "sharded_data_parallel_degree"
 
 
@@ -75,6 +79,16 @@ class Placement:
     def take(self, given: Mapping[str, Any]) -> None:
         """Takes the parameters that rank 0 tells, those of the script among them."""
         self._given = {**given, **{name: self._given[name] for name in self.start.parameters}}
+
+    def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """Returns ``environ`` with what is otherwise at the next start than asked."""
+        own = settings.changed(environ, self.start.parameters)
+        with contextlib.suppress(KeyError, ValueError, TypeError):
+            # Launchers of jobs name the hosts, in the order of ranks.
+            named = zip(json.loads(environ[_NAMES_VARIABLE]), self._named, strict=True)
+            used = {host.name for host in self.start.hosts}
+            own[_NAMES_VARIABLE] = json.dumps([n for n, host in named if host.name in used])
+        return own
 
     def renew(self) -> str:
         """Asks the hosts, and takes those that answer; returns what has changed, in words.

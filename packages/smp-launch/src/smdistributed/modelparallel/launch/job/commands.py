@@ -19,7 +19,7 @@ from smdistributed.modelparallel.launch.job.folder import JobFolder
 from smdistributed.modelparallel.launch.job.nodes import Nodes, nodes_of
 from smdistributed.modelparallel.launch.request import hyperparameters as names
 from smdistributed.modelparallel.launch.request import machines
-from smdistributed.modelparallel.launch.request.document import TrainingJob
+from smdistributed.modelparallel.launch.request.document import MOST_RETRIES, TrainingJob
 from smdistributed.modelparallel.launch.request.naming import parse_image
 
 #: smprun ends ranks in steps of seconds.
@@ -156,9 +156,18 @@ def _smprun(
     num_ranks = len(hosts) * int(each)
     image = parse_image(request.algorithm_specification.training_image or "")
     options = [f"--framework={image.framework or 'pytorch'}", f"--grace={grace_seconds:g}"]
+    if restarts := _num_restarts(request):
+        options.append(f"--restarts={restarts}")
     if given := values.get(names.MPI_OPTIONS):
         options.append(f"--mpi-args={given}")
     return (*SMPRUN, "-n", str(num_ranks), *options)
+
+
+def _num_restarts(request: TrainingJob) -> int:
+    """Returns how often a job may start again that has lost a rank or a host."""
+    if request.retry_strategy is not None:
+        return request.retry_strategy.maximum_retry_attempts
+    return MOST_RETRIES if request.enable_managed_spot_training else 0
 
 
 def _environ(

@@ -100,10 +100,11 @@ TABLE: tuple[Argument, ...] = (
     Argument("sagemaker_session", "used", "A `Session` of this package, which says where jobs are; "
              "any other object is ignored."),
     Argument("tags", "used", "Kept with the job."),
-    Argument("use_spot_instances", "used", "Kept with the job; nothing is taken away here.",
+    Argument("use_spot_instances", "used", "A job that loses a process or a host goes on from its "
+             "checkpoints, up to 30 times; with `mpi`, on the hosts that are left.",
              old=("train_use_spot_instances",), default=False),
     Argument("max_wait", "used", "Kept with the job.", old=("train_max_wait",)),
-    Argument("max_retry_attempts", "used", "Kept with the job."),
+    Argument("max_retry_attempts", "used", "The same, so often."),
     Argument("script_mode", "used", "True, the only mode. False is an error.", of=("TensorFlow",)),
     *_noted("volume_size train_volume_size", "Disks are those of this machine."),
     *_noted("output_kms_key volume_kms_key train_volume_kms_key", "Nothing is encrypted here."),

@@ -195,10 +195,14 @@ class Tag(Part):
     value: str
 
 
+#: What the schema allows.
+MOST_RETRIES = 30
+
+
 class Retries(Part):
     """How often a job starts again that did not end by itself."""
 
-    maximum_retry_attempts: Annotated[int, Field(ge=1, le=30)]
+    maximum_retry_attempts: Annotated[int, Field(ge=1, le=MOST_RETRIES)]
 
 
 class ExperimentConfig(Part):
