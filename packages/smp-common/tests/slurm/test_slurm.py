@@ -5,6 +5,9 @@ Needs root, and ``slurm-wlm`` and ``munge`` of Debian or Ubuntu; ``nox -s long -
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +45,17 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 pathlib.Path(f"ready{rank}").touch()
 time.sleep(100)
+"""
+
+
+GOES_ON = """
+import os, pathlib, time
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+print("one of", world.size, flush=True)
+pathlib.Path(f"ready{world.rank}").write_text(f"{os.getpid()} {os.getppid()}")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(100)
 """
 
 
@@ -109,3 +123,28 @@ def test_ranks_of_all_nodes_save_before_the_end(cluster: None, tmp_path: Path) -
     wait_until(lambda: state_of(job) not in ("RUNNING", "COMPLETING"), "no end")
     assert len(list(tmp_path.glob("saved*"))) == 4, output.read_text()
     assert "smprun: ended by SIGTERM (exit code 143)" in output.read_text()
+
+
+def test_a_job_goes_on_with_the_nodes_that_are_left(cluster: None, tmp_path: Path) -> None:
+    options = ("-N2", "--ntasks-per-node=2", "--no-kill")
+    job, output = start(tmp_path, GOES_ON, "--restarts 1 --set ddp=true", *options)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 4, "the ranks do not start")
+    try:
+        daemon = Path(os.environ["SLURM_CONF"]).with_name("slurmd-n2.pid")
+        notes = [daemon, *(tmp_path / f"ready{rank}" for rank in (2, 3))]
+        for note in notes:
+            for pid in note.read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+        run("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=lost")
+        wait_until(lambda: state_of(job) not in ("RUNNING", "COMPLETING"), "no end")
+    finally:
+        run("slurmd", "-N", "n2")
+        wait_until(lambda: run("sinfo", "-h", "-o", "%D", "-t", "idle").strip() == "2", "no node")
+    lines = output.read_text().splitlines()
+    assert "smprun: restart 1 of 1: host n2 is gone; 2 of 4 processes, data_parallel 2" in lines
+    assert (
+        sorted(line[4:] for line in lines if "one of" in line)
+        == ["one of 2"] * 2 + ["one of 4"] * 4
+    )
+    assert "ExitCode=0:0" in run("scontrol", "show", "job", job)
