@@ -198,7 +198,9 @@ def main() -> None:
     if is_shown:
         if degree > 1:
             picture = args.folder / "timeline.svg"
-            picture.write_text(report.timeline_svg(gradients_of.timeline(), "A step, as planned"))
+            timeline, title = gradients_of.timeline(), "A step, as planned"
+            picture.write_text(report.timeline_svg(timeline, title))
+            picture.with_suffix(".json").write_text(report.timeline_json(timeline, title))
             console.print(f"a picture of a step: {picture}")
         console.print(f"the whole model: {args.folder / 'model'}")
 

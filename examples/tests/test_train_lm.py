@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_two_partitions_train(tmp_path: Path) -> None:
     assert found[6] < found[1]
     assert "Partition assignments:" in printed
     assert "bits per byte; zlib needs" in printed
+    arrows = [
+        event["pid"]
+        for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+        if event["ph"] == "s"
+    ]
+    assert arrows.count(0) == arrows.count(1) > 0  # activations there, gradients back
     for picture in ("partition.svg", "timeline.svg"):
         assert (tmp_path / picture).read_text().startswith("<svg")
 

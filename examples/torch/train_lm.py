@@ -234,6 +234,10 @@ def write_reports(model: smp.DistributedModel, folder: Path) -> None:
         report.timeline_svg(timeline, "One training step, as measured")
     )
     print(report.partition_text(assignment))
+    # The same for Perfetto (ui.perfetto.dev).
+    (folder / "timeline.json").write_text(
+        report.timeline_json(timeline, "One training step, as measured")
+    )
     print(report.timeline_text(timeline))
     print(f"pictures: {folder / 'partition.svg'}, {folder / 'timeline.svg'}", flush=True)
 

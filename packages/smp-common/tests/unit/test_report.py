@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import defaultdict
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -10,6 +12,7 @@ from smdistributed.modelparallel.common.planning.partitioner import Unit, partit
 from smdistributed.modelparallel.common.planning.report import (
     partition_svg,
     partition_text,
+    timeline_json,
     timeline_svg,
     timeline_text,
 )
@@ -189,3 +192,68 @@ def test_clipped_names_keep_their_end() -> None:
 
 def test_numbers_are_short() -> None:
     assert [number(x) for x in (1.0, 1.256, -0.001, 0.1)] == ["1", "1.26", "0", "0.1"]
+
+
+#: What the trace event format wants of each phase of an event, beside its name.
+TRACE_KEYS = {
+    "M": {"pid", "args"},
+    "X": {"pid", "tid", "ts", "dur"},
+    "i": {"pid", "tid", "ts", "s"},
+    "s": {"pid", "tid", "ts", "id"},
+    "f": {"pid", "tid", "ts", "id", "bp"},
+}
+
+
+def checked_events(text: str) -> list[dict[str, Any]]:
+    """Returns the events of a trace after a look at what its format asks for."""
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    ends: dict[tuple[int, int], float] = {}
+    for event in events:
+        assert event.keys() >= TRACE_KEYS[event["ph"]] | {"name"}, event
+        if event["ph"] == "X":
+            row = event["pid"], event["tid"]
+            assert event["dur"] >= 0
+            assert event["ts"] >= ends.get(row, 0.0) - 1e-6, "events of a row overlap"
+            ends[row] = event["ts"] + event["dur"]
+    return events
+
+
+@pytest.mark.parametrize("pipeline", ["simple", "interleaved", "zero_bubble"])
+def test_timeline_json_has_each_pass_and_an_arrow_for_each_transfer(pipeline: Any) -> None:
+    weights = 1.0 if pipeline == "zero_bubble" else None
+    for visits, count in itertools.product(
+        ([0], [0, 1], [0, 1, 2], [0, 1, 0], [0, 1, 1, 0]), (1, 4)
+    ):
+        segments = (
+            Segment(index, rank, 1.0, 2.0, True, weight_cost=weights)
+            for index, rank in enumerate(visits)
+        )
+        hops = [Edge(index, index + 1, 8, index != 1) for index in range(len(visits) - 1)]
+        graph = SegmentGraph(tuple(segments), tuple(hops), max(visits) + 1)
+        shown = build_schedule(graph, count, pipeline, 4)
+        events = checked_events(timeline_json(shown, "a step", in_seconds=False))
+        by_phase = defaultdict(list)
+        for event in events:
+            by_phase[event["ph"]].append(event)
+        passes = {e["name"]: e for e in by_phase["X"] if e["tid"] == 0}
+        assert passes.keys() == {str(one.action) for row in shown.ranks for one in row}
+        for row in shown.ranks:
+            for one in row:
+                event = passes[str(one.action)]
+                assert event["ts"] == pytest.approx(one.start * 1e3)
+                assert event["dur"] == pytest.approx((one.end - one.start) * 1e3)
+        crossing = [edge for edge in hops if visits[edge.source] != visits[edge.target]]
+        num_sent = count * sum(1 + edge.has_grad for edge in crossing)
+        assert len(by_phase["s"]) == len(by_phase["f"]) == len(by_phase["i"]) == num_sent
+        ends = {event["id"]: event for event in by_phase["f"]}
+        for begin, sent in zip(by_phase["s"], by_phase["i"], strict=True):
+            end, source = ends[begin["id"]], passes[sent["name"].split()[1]]
+            assert begin["pid"] == source["pid"] != end["pid"]
+            assert source["ts"] < begin["ts"] < sent["ts"] <= end["ts"] + 1e-6
+            assert sent["name"].endswith(f"to rank {end['pid']}")
+            assert sent["args"]["bytes"] == 8
+
+
+def test_timeline_json_of_nothing() -> None:
+    events = checked_events(timeline_json(Timeline(((), ())), "nothing"))
+    assert {event["ph"] for event in events} == {"M"}

@@ -1,4 +1,4 @@
-"""The partition of a model and the timeline of its pipeline, as text and as standalone SVG.
+"""The partition of a model and the timeline of its pipeline, as text, SVG and trace events.
 
 The output depends on the arguments alone, so that it can be compared and kept under version
 control.
@@ -6,6 +6,7 @@ control.
 
 from __future__ import annotations
 
+import json
 import re
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from smdistributed.modelparallel.common.planning.partitioner import Assignment, 
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline
 from smdistributed.modelparallel.common.planning.svg import Drawing, clip, number, text_width, ticks
+from smdistributed.modelparallel.common.planning.trace_events import events_of
 
 _MARGIN = 16.0
 _NUMBERED = re.compile(r"(?P<stem>.*?)(?P<digits>0|[1-9][0-9]*)")
@@ -196,6 +198,28 @@ def timeline_svg(timeline: Timeline, title: str, *, in_seconds: bool = True) -> 
     unit = "ms" if in_seconds else "time"
     drawing.text(left + plot_width + right - _MARGIN, axis + 18, unit, 11, "minor", "end")
     return drawing.document(left + plot_width + right, axis + 18 + _MARGIN)
+
+
+def timeline_json(timeline: Timeline, title: str, *, in_seconds: bool = True) -> str:
+    """The trace event format, which Perfetto and ``chrome://tracing`` open.
+
+    A rank is a process, with a row of passes and one of communication: when it sends, and how long
+    it waits for what its next pass reads. An arrow leads from the pass that makes something to the
+    one on another rank that reads it.
+
+    Args:
+        timeline: simulated or measured.
+        title: kept with it.
+        in_seconds: times are seconds; otherwise a unit of theirs is shown as a millisecond.
+    """
+    return json.dumps(
+        {
+            "displayTimeUnit": "ms",
+            "otherData": {"title": title},
+            "traceEvents": events_of(timeline, 1e6 if in_seconds else 1e3),
+        },
+        separators=(",", ":"),
+    )
 
 
 def _held(assignment: Assignment) -> list[list[PlacedUnit]]:

@@ -29,7 +29,15 @@ from smdistributed.modelparallel.common.planning.schedule import (
     SegmentGraph,
 )
 
-__all__ = ["CostModel", "Pipeline", "TimedAction", "Timeline", "build_schedule", "simulate"]
+__all__ = [
+    "CostModel",
+    "Pipeline",
+    "TimedAction",
+    "Timeline",
+    "Transfer",
+    "build_schedule",
+    "simulate",
+]
 
 #: How an order is looked for.
 Pipeline = Literal["simple", "interleaved", "zero_bubble"]
@@ -53,6 +61,21 @@ class TimedAction:
 
 
 @dataclass(frozen=True)
+class Transfer:
+    """What goes from one rank to another between two of their actions.
+
+    Attributes:
+        source: the action that makes it.
+        target: the first action there that reads it.
+        num_bytes: its size.
+    """
+
+    source: Action
+    target: Action
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class Timeline:
     """When every action of a mini-batch starts and ends, simulated or measured.
 
@@ -61,11 +84,15 @@ class Timeline:
         activation_bytes: for every segment, what a microbatch keeps from forward to backward; empty
             where it is not known.
         kept: for every segment, its share in what its rank keeps of a microbatch.
+        measured_transfers: what went between ranks; empty where it is simulated.
+        graph: what was simulated; None where it was measured.
     """
 
     ranks: tuple[tuple[TimedAction, ...], ...]
     activation_bytes: tuple[int, ...] = ()
     kept: tuple[float, ...] = ()
+    measured_transfers: tuple[Transfer, ...] = ()
+    graph: SegmentGraph | None = None
 
     @cached_property
     def makespan(self) -> float:
@@ -140,6 +167,13 @@ class Timeline:
                     held -= size
             peaks.append(peak)
         return tuple(peaks)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """What goes between ranks, in no order."""
+        if self.graph is None:
+            return self.measured_transfers
+        return _transfers(self.graph, {one.action for row in self.ranks for one in row})
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -350,18 +384,39 @@ def _timeline(
     orders: Sequence[Sequence[int]],
     ends: Sequence[float],
 ) -> Timeline:
-    return Timeline(
+    ranks = tuple(
         tuple(
-            tuple(
-                TimedAction(
-                    _action(passes, task),
-                    ends[task] - passes.durations[task % len(passes.passes)],
-                    ends[task],
-                )
-                for task in order
+            TimedAction(
+                _action(passes, task),
+                ends[task] - passes.durations[task % len(passes.passes)],
+                ends[task],
             )
-            for order in orders
-        ),
+            for task in order
+        )
+        for order in orders
+    )
+    return Timeline(
+        ranks,
         tuple(segment.activation_bytes for segment in graph.segments),
         graph.kept,
+        graph=graph,
     )
+
+
+def _transfers(graph: SegmentGraph, actions: set[Action]) -> tuple[Transfer, ...]:
+    """Returns what crosses ranks: values after forward passes, and their gradients."""
+    sizes: defaultdict[tuple[Action, Action], int] = defaultdict(int)
+    microbatches = {one.microbatch for one in actions}
+    for edge in graph.edges:
+        source, target = graph.segments[edge.source], graph.segments[edge.target]
+        if source.rank == target.rank:
+            continue
+        for microbatch in microbatches:
+            ways = [(Kind.FORWARD, source, Kind.FORWARD, target)]
+            if edge.has_grad:
+                ways += [(target.gradient_kind, target, source.gradient_kind, source)]
+            for made, maker, read, reader in ways:
+                pair = Action(made, maker.index, microbatch), Action(read, reader.index, microbatch)
+                if actions.issuperset(pair):
+                    sizes[pair] += edge.num_bytes
+    return tuple(Transfer(*pair, size) for pair, size in sizes.items())

@@ -130,6 +130,23 @@ class Executor:
             transfer = self._links.send_message(tensor, message.target)
             outgoing.append((position, transfer))
 
+    def sent(self) -> list[tuple[Message, Action, int]]:
+        """Returns what this rank sends, after which action, and its size in bytes."""
+        itinerary = self._itinerary
+        return [
+            (message, action, itinerary.num_bytes[message])
+            for action, messages in zip(itinerary.actions, itinerary.sends, strict=True)
+            for message in messages
+        ]
+
+    def needed(self) -> list[tuple[Message, Action]]:
+        """Returns what others send to this rank, and which action reads it first."""
+        return [
+            (message, action)
+            for action, messages in zip(self.actions, self._itinerary.needs, strict=True)
+            for message in messages
+        ]
+
     def timed(self, marks: Sequence[Any]) -> list[TimedAction]:
         """Returns the actions with the times of a run, in seconds since the epoch."""
         times = iter(self._clock.seconds([mark for pair in marks for mark in pair]))

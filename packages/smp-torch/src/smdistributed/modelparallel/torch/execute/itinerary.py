@@ -30,6 +30,7 @@ class Itinerary:
         sends: for each action, the messages that leave after it.
         releases: for each action, the (value, microbatch) that this rank needs no longer.
         last_forwards: for each action, the microbatches that have no forward pass here after it.
+        num_bytes: the sizes of the messages that this rank sends.
         rooms: of every (source, target) pair of ranks that exchanges messages, what has to fit.
     """
 
@@ -39,6 +40,7 @@ class Itinerary:
     sends: list[list[Message]]
     releases: list[list[tuple[int, int]]]
     last_forwards: list[list[int]]
+    num_bytes: Mapping[Message, int]
     rooms: Rooms
 
 
@@ -70,6 +72,7 @@ def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
         sends[rank],
         _releases(plans, actions),
         _last_forwards(actions),
+        {message: size for message, size in num_bytes.items() if message.source == rank},
         rooms_of(needs, sends, num_bytes),
     )
 

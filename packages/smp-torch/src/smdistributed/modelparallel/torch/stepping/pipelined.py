@@ -28,7 +28,7 @@ from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline
+from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline, Transfer
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.compat.private.distributed import collectives_seen
@@ -159,16 +159,22 @@ class PipelinedStep(StepOnFakes):
         if self._ran is None:
             raise SMPError("the step function has not run yet.")
         executor, marks = self._ran
-        timed = executor.timed(marks)
-        ranks = self.runtime.communicator.allgather(timed, CommGroup.PP_GROUP)
-        start = min(one.start for actions in ranks for one in actions)
+        own = executor.timed(marks), executor.sent(), executor.needed()
+        everyone = self.runtime.communicator.allgather(own, CommGroup.PP_GROUP)
+        start = min(one.start for actions, *_ in everyone for one in actions)
+        reading = {message: action for *_, needed in everyone for message, action in needed}
         return Timeline(
             tuple(
                 tuple(
                     TimedAction(one.action, one.start - start, one.end - start) for one in actions
                 )
-                for actions in ranks
-            )
+                for actions, *_ in everyone
+            ),
+            measured_transfers=tuple(
+                Transfer(action, reading[message], num_bytes)
+                for _, sent, _ in everyone
+                for message, action, num_bytes in sent
+            ),
         )
 
     def _models_of(self, modules: set[nn.Module]) -> list[DistributedModel]:
