@@ -47,7 +47,8 @@ def test_two_partitions_train(tmp_path: Path) -> None:
         for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
         if event["ph"] == "s"
     ]
-    assert arrows.count(0) == arrows.count(1) > 0  # activations there, gradients back
+    # At least an activation there and a gradient back of each microbatch.
+    assert arrows.count(0) == arrows.count(1) >= 4
     for picture in ("partition.svg", "timeline.svg"):
         assert (tmp_path / picture).read_text().startswith("<svg")
 
