@@ -8,6 +8,7 @@ from tf_execution import (
     STEPS,
     build,
     execute,
+    held_up,
     memory_of_variable,
     shapes,
     trace_and_drop,
@@ -35,6 +36,11 @@ def test_a_step_is_traced_once_and_leaves_nothing_behind(worlds: Worlds) -> None
     for num_bodies, is_left in worlds.run(TWO, trace_and_drop):
         assert num_bodies == MICROBATCHES
         assert not is_left
+
+
+def test_a_rank_that_waits_for_a_transfer_says_for_whom(worlds: Worlds) -> None:
+    first, _ = worlds.run(TWO, held_up, 0.2)
+    assert "transfers with rank 1" in first
 
 
 def test_new_shapes_leave_nothing_behind(worlds: Worlds) -> None:

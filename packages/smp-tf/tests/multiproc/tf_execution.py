@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import re
+import threading
 import time
 import weakref
 from collections import Counter
@@ -19,6 +20,8 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework.func_graph import FuncGraph
 from tf_models import PROBLEMS
 from tf_worlds import MICROBATCHES
+
+from smdistributed.modelparallel.common import whereabouts
 
 STEPS = 3
 LAYERS = 5
@@ -71,6 +74,46 @@ def execute() -> dict[int, int]:
     for _ in range(STEPS):
         compute(rows, rows)
     return dict(counts)
+
+
+def held_up(seconds: float) -> set[str]:
+    """Returns what this rank was told to do while another one holds up its step for a while."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    is_held, is_over = threading.Event(), threading.Event()
+    told: set[str] = set()
+
+    def hold(x: Any) -> Any:
+        if is_held.is_set() and smp.rank() == 1:
+            time.sleep(seconds)
+        return x
+
+    class Held(smp.DistributedModel):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__(name="held")
+            self.dense = [tf.keras.layers.Dense(8, name=f"dense_{i}") for i in range(LAYERS)]
+
+        def call(self, x: Any) -> Any:
+            for layer in self.dense:
+                x = layer(x)
+            y = tf.numpy_function(hold, [x], tf.float32)
+            y.set_shape(x.shape)
+            return y
+
+    def ask() -> None:
+        while not is_over.wait(0.05):
+            told.update(each.what for each in whereabouts.activities())
+
+    model = Held()
+    compute = smp.step(lambda x: model(x))
+    compute(tf.ones([8, 8]))
+    is_held.set()
+    asking = threading.Thread(target=ask)
+    asking.start()
+    compute(tf.ones([8, 8]))
+    is_over.set()
+    asking.join()
+    return told
 
 
 def trace_and_drop() -> tuple[int, bool]:

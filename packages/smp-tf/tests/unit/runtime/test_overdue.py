@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
+from smdistributed.modelparallel.common.whereabouts import Activity
 from smdistributed.modelparallel.tensorflow.execute.links import explained, waited_too_long
 from smdistributed.modelparallel.tensorflow.execute.waits import Waits
 from smdistributed.modelparallel.tensorflow.runtime import overdue
@@ -57,6 +58,16 @@ def test_a_transfer_that_does_not_end_ends_all(job: Job) -> None:
     job.wait(2)
     message = "smp: rank 0 has waited too long for rank 1, 3 (communication_timeout)."
     assert job.ended == [(message, True)], "once"
+
+
+def test_who_asks_is_told_whom_transfers_wait_for(job: Job) -> None:
+    assert job.watched.activities() == []
+    begin(job, 1, 3)
+    assert [each.what for each in job.watched.activities()] == ["transfers with ranks 1, 3"]
+    job.wait(3)
+    assert job.watched.activities() == [Activity("transfers with ranks 1, 3", 3.0)]
+    job.waits.counted([2], [], lambda: tf.constant(0))
+    assert [each.seconds for each in job.watched.activities()] == [0.0]
 
 
 def test_what_ends_meanwhile_counts(job: Job) -> None:

@@ -87,18 +87,23 @@ _tellers: list[Callable[[], Sequence[Activity]]] = []
 
 
 @contextlib.contextmanager
-def telling(activities: Callable[[], Sequence[Activity]]) -> Iterator[None]:
+def telling(teller: Callable[[], Sequence[Activity]]) -> Iterator[None]:
     """Within, an answer of this process has what a function returns, called in any thread."""
-    _tellers.append(activities)
+    _tellers.append(teller)
     try:
         yield
     finally:
-        _tellers.remove(activities)
+        _tellers.remove(teller)
+
+
+def activities() -> list[Activity]:
+    """Returns what the library does in this process at present; for any thread."""
+    return [each for teller in list(_tellers) for each in teller()]
 
 
 def answer(rank: int) -> None:
     """Writes where this process is to its real stderr, for ``smprun``; for any thread."""
-    told = [each for teller in list(_tellers) for each in teller()][:_MOST_ACTIVITIES]
+    told = activities()[:_MOST_ACTIVITIES]
     shortened = tuple(Activity(_shortened(each.what), each.seconds) for each in told)
     here = Whereabouts(rank, socket.gethostname(), _shortened(_line_of_the_user()), shortened)
     with contextlib.suppress(OSError):

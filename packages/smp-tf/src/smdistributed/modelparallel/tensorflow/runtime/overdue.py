@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from smdistributed.modelparallel.common.whereabouts import Activity, listed
 from smdistributed.modelparallel.tensorflow.compat import processes
 from smdistributed.modelparallel.tensorflow.execute.links import waited_too_long
 from smdistributed.modelparallel.tensorflow.execute.waits import Waits
@@ -25,6 +26,17 @@ class Overdue:
         self._num_ended = 0
         self._since = time.monotonic()
         self._is_over = False
+
+    def activities(self) -> list[Activity]:
+        """Returns that this process waits for transfers, if it does; for any thread.
+
+        Since when is known from the last look at them: they may have waited for longer.
+        """
+        num_ended, awaited = self._waits.num_ended(), self._waits.awaited()
+        if not awaited:
+            return []
+        since = self._since if num_ended == self._num_ended else time.monotonic()
+        return [Activity.since(since, f"transfers with {listed(awaited)}")]
 
     def check(self) -> None:
         """Looks once; to be called again and again, from any one thread."""

@@ -169,6 +169,7 @@ def start(
         watch = Watch(transport.rank, transport.size, settings.communication_timeout)
         overdue = Overdue(transport.rank, links.waits, watch.latest_seconds)
         watch.start(departures.check, overdue.check)
+        replacements.enter_context(telling(overdue.activities))
         replacements.callback(watch.stop)
     autograph.leave_unconverted("smdistributed")
     moments = Moments()
