@@ -16,8 +16,9 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import FrameType
+from typing import Any
 
 _MARK = "\x1esmp-whereabouts "
 #: Keeps an answer within one atomic write to a pipe.
@@ -31,21 +32,40 @@ _OWN = f"{os.sep}smdistributed{os.sep}modelparallel{os.sep}"
 
 
 @dataclass(frozen=True)
+class Exchange:
+    """An exchange that a process is in, as others that take part know it, too.
+
+    Attributes:
+        name: of what is exchanged; the same on all.
+        ranks: global ranks that take part, this one among them, ascending.
+        number: how many of this name there were among them, with this one; 0 where nobody counts.
+        sends: of two ranks, whether this one sends to the other; None where all do the same.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    number: int = 0
+    sends: bool | None = None
+
+
+@dataclass(frozen=True)
 class Activity:
     """What the library does in a process: it waits, or computes an action of a step.
 
     Attributes:
         what: the action; or the call, transfer or collective, and whom it waits for.
         seconds: since when.
+        exchange: that it is in; None where it is in none, or who takes part is not known.
     """
 
     what: str
     seconds: float
+    exchange: Exchange | None = None
 
     @staticmethod
-    def since(began: float, what: str) -> Activity:
+    def since(began: float, what: str, exchange: Exchange | None = None) -> Activity:
         """Returns one that began at a time of the monotonic clock."""
-        return Activity(what, max(0.0, time.monotonic() - began))
+        return Activity(what, max(0.0, time.monotonic() - began), exchange)
 
 
 @dataclass(frozen=True)
@@ -66,7 +86,12 @@ class Whereabouts:
 
     def text(self) -> str:
         """Returns it as one line of text, without the newline."""
-        return _MARK + json.dumps(asdict(self))
+        fields = asdict(self)
+        for each in fields["activities"]:
+            if exchange := each["exchange"]:
+                # As bits: a line holds a thousand ranks so.
+                exchange["ranks"] = f"{sum(1 << rank for rank in exchange['ranks']):x}"
+        return _MARK + json.dumps(fields)
 
     @staticmethod
     def parse(line: str) -> Whereabouts | None:
@@ -76,10 +101,19 @@ class Whereabouts:
             return None
         try:
             fields = json.loads(text)
-            activities = tuple(Activity(**each) for each in fields.pop("activities"))
+            activities = tuple(map(_activity, fields.pop("activities")))
             return Whereabouts(**fields, activities=activities)
         except (ValueError, TypeError, KeyError):
             return None  # a line of the program that looks like one of ours
+
+
+def _activity(fields: dict[str, Any]) -> Activity:
+    exchange = fields.pop("exchange")
+    if exchange:
+        bits = int(exchange.pop("ranks"), 16)
+        ranks = tuple(rank for rank in range(bits.bit_length()) if bits >> rank & 1)
+        exchange = Exchange(ranks=ranks, **exchange)
+    return Activity(**fields, exchange=exchange)
 
 
 #: What parts of the library do, see ``telling``.
@@ -104,7 +138,7 @@ def activities() -> list[Activity]:
 def answer(rank: int) -> None:
     """Writes where this process is to its real stderr, for ``smprun``; for any thread."""
     told = activities()[:_MOST_ACTIVITIES]
-    shortened = tuple(Activity(_shortened(each.what), each.seconds) for each in told)
+    shortened = tuple(replace(each, what=_shortened(each.what)) for each in told)
     here = Whereabouts(rank, socket.gethostname(), _shortened(_line_of_the_user()), shortened)
     with contextlib.suppress(OSError):
         os.write(2, f"{here.text()}\n".encode())

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from smdistributed.modelparallel.common.comm.transport import (
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
 from smdistributed.modelparallel.common.topology import Topology
-from smdistributed.modelparallel.common.whereabouts import Activity, listed
+from smdistributed.modelparallel.common.whereabouts import Activity, Exchange, listed
 
 _P2P_CHANNEL = 0
 _GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}
@@ -34,6 +34,8 @@ _NEWS_CHANNELS = {group: 1 + len(CommGroup) + index for index, group in enumerat
 #: A group's first rank gives up so long before those that wait for its answer: it knows who is
 #: missing.
 _LATER_SECONDS = 2.0
+#: How calls begin that send to others.
+_SENDING = ("send", "broadcast", "tell")
 #: Messages on their way that nobody waits for.
 _MOST_TOLD = 64
 
@@ -85,6 +87,8 @@ class Communicator:
         self._unjoined: dict[CommGroup, tuple[str, int]] = {}
         #: The call that this rank waits in, and when it began to.
         self._waiting: tuple[str, float] | None = None
+        #: The call of a group that this rank has made last.
+        self._group_call: tuple[str, CommGroup] | None = None
 
     def activities(self) -> list[Activity]:
         """Returns the call that this rank waits in, if it is in one; for any thread."""
@@ -92,11 +96,18 @@ class Communicator:
         if waiting is None:
             return []
         call, began = waiting
-        return [
-            Activity.since(
-                began, f"{call}, waits for {listed(sorted(missing))}" if missing else call
-            )
-        ]
+        what = f"{call}, waits for {listed(sorted(missing))}" if missing else call
+        return [Activity.since(began, what, self._exchange_of(call, missing))]
+
+    def _exchange_of(self, call: str, missing: Collection[int]) -> Exchange | None:
+        """Returns the exchange that a call is, if it is one of a group or of two ranks."""
+        if self._group_call is not None and self._group_call[0] == call:
+            group = self._group_call[1]
+            return Exchange(call, self._members(group), self._calls[group])
+        if len(missing) != 1:
+            return None
+        ranks = tuple(sorted({self._transport.rank, *missing}))
+        return Exchange("objects", ranks, sends=call.startswith(_SENDING))
 
     def before_calls(self, function: Callable[[str, Sequence[int]], None]) -> None:
         """Has a function called before each collective, with its words and its global ranks."""
@@ -247,6 +258,7 @@ class Communicator:
         """
         call = f"{purpose}, which {_name(group, CommGroup)} makes together"
         self._calls[group] += 1
+        self._group_call = call, group
         number, first = self._calls[group], self._members(group)[0]
         self._start(call, pickle.dumps((call, number, b"")), [first], _GROUP_CHANNELS[group])
         return self._codec.loads(self._answer(call, number, group))
@@ -311,6 +323,7 @@ class Communicator:
             self._before_calls(call, members)
         self.settle(group)
         self._calls[group] += 1
+        self._group_call = call, group
         channel, number = _GROUP_CHANNELS[group], self._calls[group]
         mine = pickle.dumps((call, number, payload))
         first, others = members[0], members[1:]

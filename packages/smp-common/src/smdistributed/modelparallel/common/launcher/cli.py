@@ -17,6 +17,7 @@ from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import (
     copies,
     dry_run,
+    flight_recorder,
     job,
     plan,
     restarts,
@@ -95,10 +96,15 @@ def _run(argv: list[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(own)
     if arguments.status is not None:
-        if len(own) > 1 or program:
+        if len(own) > 1 + bool(arguments.flight_recorder) or program:
             parser.error("--status takes the process id of a running smprun, and nothing else")
-        sys.stdout.write(status.told_by(arguments.status))
+        told = status.told_by(arguments.status)
+        sys.stdout.write(told.text)
+        if arguments.flight_recorder:
+            flight_recorder.write(told, Path(arguments.flight_recorder))
         return 0
+    if arguments.flight_recorder:
+        parser.error("--flight-recorder is for what a running job answers: give --status too")
     _check_program(parser, program)
 
     file = settings.ConfigFile()
@@ -237,6 +243,12 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         metavar="PID",
         help="start nothing, but show where the ranks of the smprun with this process id are",
+    )
+    add(
+        "--flight-recorder",
+        metavar="FOLDER",
+        help="with --status: also write whom each rank waits for as files that the analyzer of "
+        "PyTorch's flight recorder reads",
     )
     add("--memory", metavar="80GiB", help="with --plan: of a device")
     return parser

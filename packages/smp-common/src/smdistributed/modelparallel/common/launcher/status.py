@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import struct
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from smdistributed.modelparallel.common.comm.presence import state_of
 from smdistributed.modelparallel.common.errors import SMPError
@@ -105,19 +107,46 @@ class Desk:
                 asker.close()
 
     def _answer(self) -> None:
-        text = described(self._hosts, self._answers).encode()
+        told = Told(described(self._hosts, self._answers), len(self._hosts), self._answers)
         if self._here:
-            sys.stderr.buffer.write(text)
-            sys.stderr.buffer.flush()
+            sys.stderr.write(told.text)
+            sys.stderr.flush()
         for asker in self._askers:
             with asker, contextlib.suppress(OSError):
-                asker.sendall(text)
+                asker.sendall(told.packed())
         self._here, self._asked, self._until = False, False, None
         self._askers.clear()
 
 
-def told_by(pid: int) -> str:
-    """Returns where the ranks of a job are, in lines.
+@dataclass(frozen=True)
+class Told:
+    """Where the ranks of a job are.
+
+    Attributes:
+        text: in lines.
+        size: number of ranks.
+        answers: of those that have answered.
+    """
+
+    text: str
+    size: int
+    answers: Mapping[int, Whereabouts]
+
+    def packed(self) -> bytes:
+        """Returns it as bytes."""
+        answers = [each.text() for each in self.answers.values()]
+        return json.dumps([self.text, self.size, answers]).encode()
+
+    @staticmethod
+    def unpacked(data: bytes) -> Told:
+        """Returns what ``packed`` has made bytes of."""
+        text, size, answers = json.loads(data)
+        found = filter(None, map(Whereabouts.parse, answers))
+        return Told(text, size, {each.rank: each for each in found})
+
+
+def told_by(pid: int) -> Told:
+    """Returns where the ranks of a job are.
 
     Args:
         pid: of its smprun, on this machine.
@@ -139,7 +168,8 @@ def told_by(pid: int) -> str:
                 "--status must be followed by the process id of an smprun of yours that runs on "
                 f"this machine; received {pid}: {error}. 'pgrep -af smprun' shows them."
             ) from None
-    return b"".join(pieces).decode() or "the job has ended meanwhile\n"
+    data = b"".join(pieces)
+    return Told.unpacked(data) if data else Told("the job has ended meanwhile\n", 0, {})
 
 
 def described(hosts: Sequence[str], answers: Mapping[int, Whereabouts]) -> str:

@@ -21,7 +21,7 @@ def told(folder: JobFolder) -> str:
     """
     for pid in _smpruns(folder.name):
         with contextlib.suppress(SMPError):
-            return status.told_by(pid)
+            return status.told_by(pid).text
     raise LaunchError(
         "only a job of MPI that runs on this machine can be asked where its ranks are; received "
         f"{folder.name}, which has none here: 'smp-launch show {folder.name}' says how it stands."

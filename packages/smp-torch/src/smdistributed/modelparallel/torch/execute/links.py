@@ -21,7 +21,7 @@ from smdistributed.modelparallel.common.planning.schedule import Action
 from smdistributed.modelparallel.common.whereabouts import Activity
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.execute.mailboxes import Laying, Mailboxes, Taking
-from smdistributed.modelparallel.torch.execute.peers import Blaming, Peers
+from smdistributed.modelparallel.torch.execute.peers import RECEIVING, SENDING, Blaming, Peers
 from smdistributed.modelparallel.torch.execute.room import Rooms
 
 #: Transfers of a pair of ranks are in one order, so they need no telling apart.
@@ -177,7 +177,7 @@ class Links:
         """
         tensor = tensor.contiguous()
         group, rank = self._way(tensor, (self._pp_rank, target), target)
-        blaming = self._peers.blaming((self._members[target],), "sending to")
+        blaming = self._peers.blaming((self._members[target],), SENDING)
         with blaming:
             work = group.send([_real(tensor)], rank, _TAG)
         return Transfer(tensor, work, blaming)
@@ -188,7 +188,7 @@ class Links:
         Shape: that of what the sender sends.
         """
         group, rank = self._way(tensor, (source, self._pp_rank), source)
-        blaming = self._peers.blaming((self._members[source],), "receiving from")
+        blaming = self._peers.blaming((self._members[source],), RECEIVING)
         with blaming:
             work = group.recv([_real(tensor)], rank, _TAG)
         return Transfer(tensor, work, blaming)

@@ -17,10 +17,13 @@ import torch
 from smdistributed.modelparallel.common.comm.presence import Presence, absent
 from smdistributed.modelparallel.common.errors import CommError, SMPError
 from smdistributed.modelparallel.common.failure import leave_for_exception
-from smdistributed.modelparallel.common.whereabouts import Activity
+from smdistributed.modelparallel.common.whereabouts import Activity, Exchange
 
 #: Global ranks that take part in an exchange.
 Members = tuple[int, ...]
+#: What is done with one other rank.
+SENDING, RECEIVING = "sending to", "receiving from"
+_OF_TWO = (SENDING, RECEIVING)
 #: What gloo, NCCL and torch's store say when a process is gone or does not come.
 _LOST = (
     *("Connection closed", "Connection reset", "Connection refused", "connection was", "closed by"),
@@ -68,7 +71,16 @@ class Peers:
 
     def activities(self) -> list[Activity]:
         """Returns the exchanges that this process is in; for any thread."""
-        return [Activity.since(since, exchange.words()) for exchange, since in self.inside()]
+        return [
+            Activity.since(since, each.words(), self._exchange_of(each))
+            for each, since in self.inside()
+        ]
+
+    def _exchange_of(self, exchange: Blaming) -> Exchange:
+        ranks = tuple(sorted({self._rank, *exchange.ranks}))
+        if exchange.doing in _OF_TWO:
+            return Exchange("tensors", ranks, sends=exchange.doing == SENDING)
+        return Exchange(exchange.doing, ranks, self.entered.get(exchange.ranks, 0))
 
     def enter(self, exchange: Blaming) -> None:
         """Takes note that an exchange begins."""
@@ -181,24 +193,24 @@ class Peers:
 class Blaming:
     """See ``Peers.blaming``. A class, since a step enters it for every transfer."""
 
-    __slots__ = ("_doing", "_peers", "ranks")
+    __slots__ = ("_peers", "doing", "ranks")
 
     def __init__(self, peers: Peers, ranks: Members, doing: str) -> None:
         self._peers = peers
         self.ranks = ranks
-        self._doing = doing
+        self.doing = doing
 
     def words(self) -> str:
         """Returns what is done, and with whom."""
-        return f"{self._doing} {_listed(self._peers.others(self.ranks))}"
+        return f"{self.doing} {_listed(self._peers.others(self.ranks))}"
 
     def departed(self, gone: Sequence[int]) -> CommError:
         """See ``Peers.departed``."""
-        return self._peers.departed(gone, self.ranks, self._doing)
+        return self._peers.departed(gone, self.ranks, self.doing)
 
     def without(self, failed: int, reason: str) -> CommError:
         """See ``Peers.without``."""
-        return self._peers.without(failed, reason, self.ranks, self._doing)
+        return self._peers.without(failed, reason, self.ranks, self.doing)
 
     def __enter__(self) -> None:
         self._peers.enter(self)
@@ -206,7 +218,7 @@ class Blaming:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._peers.leave(self)
         if isinstance(error, RuntimeError) and not isinstance(error, _NOT_ABOUT_PEERS):
-            raise self._peers.error_of(error, self.ranks, self._doing) from error
+            raise self._peers.error_of(error, self.ranks, self.doing) from error
 
 
 def reason_of(error: BaseException) -> str:
