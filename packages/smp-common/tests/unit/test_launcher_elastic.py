@@ -62,7 +62,7 @@ def test_a_spare_host_takes_the_place_of_one_that_is_gone() -> None:
     assert job.renew() == "host b is gone; 4 of 4 processes, data_parallel 1"
     assert job.start.hosts == (Host("a", 2), Host("c", 2))
     names = {"SM_HOSTS": '["algo-1", "algo-2", "algo-3"]'}
-    assert job.environment(names) == {"SM_HOSTS": '["algo-1", "algo-3"]'}
+    assert job.environment(names) == {"SM_HOSTS": '["algo-1","algo-3"]'}
     assert job.environment({"SM_HOSTS": '["algo-1"]'}) == {"SM_HOSTS": '["algo-1"]'}
     assert job.renew() == ""
     assert job.renew() == "host b is back; 4 of 4 processes, data_parallel 1"

@@ -87,7 +87,8 @@ class Placement:
             # Launchers of jobs name the hosts, in the order of ranks.
             named = zip(json.loads(environ[_NAMES_VARIABLE]), self._named, strict=True)
             used = {host.name for host in self.start.hosts}
-            own[_NAMES_VARIABLE] = json.dumps([n for n, host in named if host.name in used])
+            left = [name for name, host in named if host.name in used]
+            own[_NAMES_VARIABLE] = json.dumps(left, separators=(",", ":"))
         return own
 
     def renew(self) -> str:
