@@ -120,7 +120,7 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, tmp_path: Path) -> None:
 def test_a_job_starts_again_on_the_hosts_that_answer(hosts: Hosts, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import os, signal\n"
+        "import os, signal, time\n"
         "from mpi4py import MPI\n"
         "from pathlib import Path\n"
         "world = MPI.COMM_WORLD\n"
@@ -134,6 +134,7 @@ def test_a_job_starts_again_on_the_hosts_that_answer(hosts: Hosts, tmp_path: Pat
         "    elif attempt == '2':\n"
         "        down.unlink()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    time.sleep(0.5)  # mpirun hands on what was printed\n"
         "    os.kill(os.getppid(), signal.SIGKILL)  # what mpirun has started there\n"
         "world.barrier()\n"
     )

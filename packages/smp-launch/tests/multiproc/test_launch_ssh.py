@@ -14,7 +14,7 @@ from smdistributed.modelparallel.launch.job import nodes
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
 TRAINS = """
-import os, pathlib, signal, socket
+import os, pathlib, signal, socket, time
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 own = (socket.gethostname(), os.environ["SM_CURRENT_HOST"], os.environ["TRAINING_JOB_NAME"],
@@ -25,6 +25,7 @@ print("hosts", os.environ["SM_HOSTS"], flush=True)
 world.barrier()
 if world.rank == 1:  # the host of this rank is lost
     pathlib.Path(os.environ["DOWN"]).touch()
+    time.sleep(0.5)  # mpirun hands on what was printed
     os.kill(os.getppid(), signal.SIGKILL)
 world.barrier()
 """
