@@ -183,7 +183,9 @@ def build_roll_call(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> 
     """Returns the command line that starts nothing on each host of ``job``; args as above."""
     hosts = tuple(Host(host.name, 1) for host in job.hosts)
     alike = replace(job, hosts=hosts)
-    return [*_words_of_mpirun(alike, mpirun, as_root=as_root, num_cores=num_cores), "true"]
+    # What ends in an instant has mpirun of Open MPI 5 wait for ever now and then.
+    program = ("sleep", "0.5")
+    return [*_words_of_mpirun(alike, mpirun, as_root=as_root, num_cores=num_cores), *program]
 
 
 def _words_of_mpirun(job: Job, mpirun: str, *, as_root: bool, num_cores: int) -> list[str]:

@@ -13,7 +13,9 @@ from smdistributed.modelparallel.common.launcher.command import own_files
 from smdistributed.modelparallel.common.launcher.hosts import Host
 
 #: Longer than ssh needs on a loaded host.
-_ANSWER_SECONDS = 30.0
+_ANSWER_SECONDS = 20.0
+#: A host is gone that is silent so often.
+_TIMES = 2
 _MOST_AT_ONCE = 16
 
 
@@ -33,14 +35,14 @@ def silent(
     """
     if _answer([hosts], command, environ) == [True]:
         return frozenset()
-    found: set[str] = set()
-    for first in range(0, len(hosts), _MOST_AT_ONCE):
-        group = hosts[first : first + _MOST_AT_ONCE]
-        answers = _answer([[host] for host in group], command, environ)
-        found.update(
-            host.name for host, is_there in zip(group, answers, strict=True) if not is_there
-        )
-    return frozenset(found)
+    left = list(hosts)
+    for _ in range(_TIMES):
+        asked, left = left, []
+        for first in range(0, len(asked), _MOST_AT_ONCE):
+            group = asked[first : first + _MOST_AT_ONCE]
+            answers = _answer([[host] for host in group], command, environ)
+            left += [host for host, is_there in zip(group, answers, strict=True) if not is_there]
+    return frozenset(host.name for host in left)
 
 
 def _answer(
