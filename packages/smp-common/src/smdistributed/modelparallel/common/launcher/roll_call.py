@@ -1,4 +1,4 @@
-"""Which hosts answer: each starts a command that does nothing, by the way that ranks come by."""
+"""Which hosts answer: each starts a command that does next to nothing, by the way that ranks come by."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from smdistributed.modelparallel.common.launcher.command import own_files
 from smdistributed.modelparallel.common.launcher.hosts import Host
 
+#: mpirun's command line, to start next to nothing on each of some hosts.
+Command = Callable[[Sequence[Host]], list[str]]
 #: Longer than ssh needs on a loaded host.
 _ANSWER_SECONDS = 20.0
 #: A host is gone that is silent so often.
@@ -21,7 +23,7 @@ _MOST_AT_ONCE = 16
 
 def silent(
     hosts: Sequence[Host],
-    command: Callable[[Sequence[Host]], list[str]],
+    command: Command,
     environ: Mapping[str, str],
 ) -> frozenset[str]:
     """Returns the names of the hosts that do not answer.
@@ -30,7 +32,7 @@ def silent(
 
     Args:
         hosts: to ask.
-        command: returns mpirun's command line, to start nothing on each of some hosts.
+        command: mpirun's.
         environ: its environment.
     """
     if _answer([hosts], command, environ) == [True]:
@@ -47,7 +49,7 @@ def silent(
 
 def _answer(
     groups: Sequence[Sequence[Host]],
-    command: Callable[[Sequence[Host]], list[str]],
+    command: Command,
     environ: Mapping[str, str],
 ) -> list[bool]:
     """Tells of each group of hosts whether all of it answers in time."""
