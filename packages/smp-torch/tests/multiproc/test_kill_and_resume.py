@@ -33,7 +33,7 @@ def test_no_kill_loses_a_checkpoint_or_a_bit(kills: int, options: list[str]) -> 
     assert f"'kills': {kills}" in job.stdout
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "shards"])
+@pytest.mark.parametrize("kind", ["pipeline", "shards", "torchrun"])
 def test_a_job_goes_on_with_the_hosts_that_are_left(kind: str, tmp_path: Path) -> None:
     try:
         with two_hosts(tmp_path):

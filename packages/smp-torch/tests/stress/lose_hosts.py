@@ -45,6 +45,8 @@ from smdistributed.modelparallel.common.testing.two_hosts import INTERFACE, Host
 #: Long enough for a start and some steps on a busy machine.
 DEADLINE_SECONDS = 150
 _VARIABLES = "-x GLOO_SOCKET_IFNAME -x RES_OPTIONS -x TORCH_CPP_LOG_LEVEL -x PYTHONWARNINGS"
+#: A job of torchrun, which loses its second host once.
+_TORCHRUN = "torchrun"
 _RANK = b"OMPI_COMM_WORLD_RANK="
 
 
@@ -73,6 +75,28 @@ KINDS = {
 }
 
 
+def variables(hosts: Hosts) -> dict[str, str]:
+    """Returns the environment of what runs on the hosts."""
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": hosts.addresses[0],
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        # Nobody answers for names there.
+        "RES_OPTIONS": "timeout:1 attempts:1",
+        "PYTHONWARNINGS": "ignore",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PATH": os.pathsep.join((str(hosts.agent.parent), os.environ["PATH"])),
+    }
+
+
+def notes_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """Returns what a rank has noted; the last line may be torn by a kill."""
+    path = folder / f"log.{rank}"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 class Job:
     """A job of smprun."""
 
@@ -89,17 +113,7 @@ class Job:
                 *("ip", "netns", "exec", hosts.names[0], *launcher, *words),
                 *("--restarts", str(restarts), elastic_job.__file__, str(folder)),
             ],
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "MASTER_ADDR": hosts.addresses[0],
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                # Nobody answers for names there.
-                "RES_OPTIONS": "timeout:1 attempts:1",
-                "PYTHONWARNINGS": "ignore",
-                "TORCH_CPP_LOG_LEVEL": "ERROR",
-                "PATH": os.pathsep.join((str(hosts.agent.parent), os.environ["PATH"])),
-            },
+            env=variables(hosts),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
@@ -117,10 +131,8 @@ class Job:
         return sum("in 2 s" in line for line in list(self.said))
 
     def notes(self, rank: int = 0) -> list[dict[str, Any]]:
-        """Returns what a rank has noted; the last line may be torn by a kill."""
-        path = self._folder / f"log.{rank}"
-        lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+        """See ``notes_of``."""
+        return notes_of(self._folder, rank)
 
     def pids(self) -> list[int]:
         """Returns the processes of ranks that there are now."""
@@ -257,7 +269,7 @@ def check(notes: Sequence[Sequence[dict[str, Any]]], kind: Kind) -> Counter[str]
 
 def run(name: str, kills: int, seed: int, folder: Path) -> Counter[str]:
     """Kills and lets the job end; returns what happened."""
-    kind, draw = KINDS[name], random.Random(seed)
+    kind, draw = KINDS[name], random.Random(f"{name} {seed}")
     counts: Counter[str] = Counter()
     with two_hosts(folder) as hosts:
         job = Job(kind, hosts, folder, restarts=2 * kills + 1)
@@ -281,16 +293,52 @@ def run(name: str, kills: int, seed: int, folder: Path) -> Counter[str]:
     return counts
 
 
+def run_torchrun(folder: Path) -> Counter[str]:
+    """Loses the second host of a job of ``torchrun --nnodes 1:2`` once; returns what happened."""
+
+    def wait_for_saves(attempts: range, agent: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while (
+            sum(n["what"] == "saved" and n["attempt"] in attempts for n in notes_of(folder, 0)) < 3
+        ):
+            assert agent.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    with two_hosts(folder) as hosts, contextlib.ExitStack() as stack:
+        environ = {**variables(hosts), "SM_HP_MP_PARAMETERS": '{"pipeline_parallel_degree": 2}'}
+        agents = []
+        for name, address, is_host in zip(hosts.names, hosts.addresses, (1, 0), strict=True):
+            words = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            words += ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+            words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.addresses[0]}:29500"]
+            words += ["--rdzv-conf", f"last_call_timeout=3,is_host={is_host}"]
+            words += ["--local-addr", address, elastic_job.__file__, str(folder)]
+            agents.append(subprocess.Popen(words, env=environ, stderr=subprocess.DEVNULL))
+            stack.callback(agents[-1].wait)
+            stack.callback(agents[-1].kill)
+        wait_for_saves(range(1), agents[0])
+        hosts.lose_second()
+        wait_for_saves(range(1, 4), agents[0])
+        (folder / "stop").touch()
+        assert agents[0].wait(DEADLINE_SECONDS) == 0
+    kind = KINDS["pipeline"]
+    return check([notes_of(folder, rank) for rank in range(sum(kind.slots))], kind)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=KINDS)
+    parser.add_argument("--only", choices=[*KINDS, _TORCHRUN])
     args = parser.parse_args()
-    for name in [args.only] if args.only else KINDS:
+    for name in [args.only] if args.only else [*KINDS, _TORCHRUN]:
         with tempfile.TemporaryDirectory(prefix="smp-lost-") as folder:
             begin = time.monotonic()
-            counts = run(name, args.kills, args.seed, Path(folder))
+            if name == _TORCHRUN:
+                counts = run_torchrun(Path(folder))
+            else:
+                counts = run(name, args.kills, args.seed, Path(folder))
             print(name, dict(counts), f"{time.monotonic() - begin:.0f} s", flush=True)
 
 

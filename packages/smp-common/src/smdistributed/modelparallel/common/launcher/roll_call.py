@@ -1,4 +1,4 @@
-"""Which hosts answer: each starts a command that does next to nothing, by the way that ranks come by."""
+"""Which hosts answer: each starts next to nothing, by the way that ranks come by."""
 
 from __future__ import annotations
 
