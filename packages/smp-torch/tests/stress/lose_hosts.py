@@ -139,8 +139,11 @@ class Job:
         found = []
         for pid in processes.descendants(self.process.pid):
             with contextlib.suppress(OSError):
-                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                if os.getpgid(pid) == pid and any(each.startswith(_RANK) for each in environ):
+                entry = Path(f"/proc/{pid}")
+                environ = (entry / "environ").read_bytes().split(b"\0")
+                is_rank = os.getpgid(pid) == pid and any(e.startswith(_RANK) for e in environ)
+                # What hosts are asked by has a rank, too.
+                if is_rank and elastic_job.__file__.encode() in (entry / "cmdline").read_bytes():
                     found.append(pid)
         return found
 
@@ -156,10 +159,18 @@ class Job:
                 raise AssertionError(f"no {what} within {DEADLINE_SECONDS} s: {self.said[-20:]}")
             time.sleep(0.005)
 
-    def wait_for_attempt(self, attempt: int) -> None:
-        """Waits until smprun starts the job again."""
+    def wait_for_attempt(self, attempt: int, allowed: int) -> None:
+        """Waits until smprun starts the job again, or it runs with so many processes or fewer.
+
+        A host that is lost before it was asked has the attempt begin without it.
+        """
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while self.process.poll() is None and self.attempt() < attempt:
+
+        def runs() -> bool:
+            starts = (note for note in self.notes() if note["what"] == "start")
+            return any(n["attempt"] == attempt - 1 and n["size"] <= allowed for n in starts)
+
+        while self.process.poll() is None and self.attempt() < attempt and not runs():
             if time.monotonic() > deadline:
                 raise AssertionError(
                     f"not started again within {DEADLINE_SECONDS} s: {self.said[-20:]}"
@@ -172,7 +183,7 @@ class Job:
         assert code == 0, "".join(self.said)
 
 
-def kill(job: Job, hosts: Hosts, draw: random.Random, counts: Counter[str]) -> None:
+def kill(job: Job, kind: Kind, hosts: Hosts, draw: random.Random, counts: Counter[str]) -> None:
     """Kills something of the attempt that runs, at a random moment of it."""
     attempt = job.attempt()
     moment = draw.choice(("start", "step", "save"))
@@ -198,7 +209,7 @@ def kill(job: Job, hosts: Hosts, draw: random.Random, counts: Counter[str]) -> N
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
     counts[f"{what} at a {moment}"] += 1
-    job.wait_for_attempt(attempt + 1)
+    job.wait_for_attempt(attempt + 1, kind.slots[0] if what == "host" else 0)
 
 
 def undisturbed(num_steps: int) -> tuple[list[float], list[list[int]]]:
@@ -275,7 +286,7 @@ def run(name: str, kills: int, seed: int, folder: Path) -> Counter[str]:
         job = Job(kind, hosts, folder, restarts=2 * kills + 1)
         try:
             for _ in range(kills):
-                kill(job, hosts, draw, counts)
+                kill(job, kind, hosts, draw, counts)
                 if job.process.poll() is not None:
                     break
             if job.process.poll() is None:
