@@ -5,6 +5,8 @@ import itertools
 
 import pytest
 
+from smdistributed.modelparallel.common.config import load
+from smdistributed.modelparallel.common.config.announced import ANNOUNCED_VARIABLE, announce
 from smdistributed.modelparallel.common.failure import FailureRecord
 from smdistributed.modelparallel.common.launcher.first_failure import Banner
 from smdistributed.modelparallel.common.launcher.output import (
@@ -196,3 +198,21 @@ def test_each_error_is_shown_once_and_the_origin_last() -> None:
     shown.relay.show_last_words(2)
     last = b"[1] T\n[1] OSError\n[2] T\n[2] KeyError: 1\n"
     assert shown.err.getvalue() == at_once + last
+
+
+def test_what_rank_0_tells_of_its_configuration_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = load("pytorch", {"pipeline_parallel_degree": 2})
+    announce(config, 0)
+    monkeypatch.setenv(ANNOUNCED_VARIABLE, "1")
+    announce(config, 1)
+    assert capfd.readouterr().err == ""
+    announce(config, 0)
+    shown, told = Shown(), []
+    shown.relay.on_configuration = told.append
+    shown.feed(0, capfd.readouterr().err.encode(), err=True)
+    assert told == [{"pipeline_parallel_degree": 2}]
+    other = b"\x1esmp-configuration of my own\n"
+    shown.feed(0, other, err=True)
+    assert shown.err.getvalue() == b"[0] " + other

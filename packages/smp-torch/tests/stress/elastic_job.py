@@ -1,7 +1,7 @@
 """A script that goes on from its newest checkpoint, with as many replicas as it is started with.
 
-Usage: elastic_job.py FOLDER. It trains until there is a file ``stop`` in the folder, saves after
-each step, and notes what it does in ``log.<rank>``; see ``lose_hosts.py``.
+Usage: elastic_job.py FOLDER PARAMETERS. It trains until there is a file ``stop`` in the folder,
+saves after each step, and notes what it does in ``log.<rank>``; see ``lose_hosts.py``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def error(output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (output - x.roll(1, 1)).square().mean()
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, parameters: dict[str, Any]) -> None:
     """Trains; each process of the job."""
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     import smdistributed.modelparallel.torch as smp
 
-    smp.init({"microbatches": 2, "ddp": True, "communication_timeout": 60})
+    smp.init({"microbatches": 2, "ddp": True, "communication_timeout": 60, **parameters})
     whole = net()
     if smp.tp_size() > 1:
         smp.set_tensor_parallelism(whole, True)
@@ -100,4 +100,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -57,17 +57,19 @@ class Kind:
     Attributes:
         slots: processes of both hosts.
         replica: processes of a replica.
-        parameters: of the configuration.
+        parameters: of the configuration, which smprun has.
+        in_script: those that the script gives to smp.init.
     """
 
     slots: tuple[int, int]
     replica: int
-    parameters: tuple[str, ...]
+    parameters: tuple[str, ...] = ()
+    in_script: str = "{}"
 
 
 KINDS = {
     "pipeline": Kind((2, 2), 2, ("pipeline_parallel_degree=2",)),
-    "three": Kind((4, 2), 2, ("pipeline_parallel_degree=2",)),
+    "three": Kind((4, 2), 2, in_script='{"pipeline_parallel_degree": 2}'),
     "four": Kind((6, 2), 2, ("pipeline_parallel_degree=2",)),
     "owners": Kind((2, 2), 2, ("pipeline_parallel_degree=2", "shard_optimizer_state=true")),
     "shards": Kind((2, 2), 1, ("sharded_data_parallel_degree=4",)),
@@ -111,7 +113,8 @@ class Job:
         self.process = subprocess.Popen(
             [
                 *("ip", "netns", "exec", hosts.names[0], *launcher, *words),
-                *("--restarts", str(restarts), elastic_job.__file__, str(folder)),
+                *("--restarts", str(restarts)),
+                *(elastic_job.__file__, str(folder), kind.in_script),
             ],
             env=variables(hosts),
             stdout=subprocess.DEVNULL,
@@ -324,7 +327,7 @@ def run_torchrun(folder: Path) -> Counter[str]:
             words += ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
             words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.addresses[0]}:29500"]
             words += ["--rdzv-conf", f"last_call_timeout=3,is_host={is_host}"]
-            words += ["--local-addr", address, elastic_job.__file__, str(folder)]
+            words += ["--local-addr", address, elastic_job.__file__, str(folder), "{}"]
             agents.append(subprocess.Popen(words, env=environ, stderr=subprocess.DEVNULL))
             stack.callback(agents[-1].wait)
             stack.callback(agents[-1].kill)
