@@ -221,7 +221,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_count,
         default=0,
         metavar="N",
-        help="start the job again when it has lost a rank, at most N times; the script resumes",
+        help="start the job again when it has lost a rank, at most N times, on the hosts that "
+        "answer; the script resumes",
     )
     add(
         "--fork",
