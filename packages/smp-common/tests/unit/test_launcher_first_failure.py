@@ -4,6 +4,7 @@ import pytest
 
 from smdistributed.modelparallel.common.failure import FailureRecord
 from smdistributed.modelparallel.common.launcher.first_failure import (
+    REFUSED,
     Banner,
     Verdict,
     judge,
@@ -164,6 +165,11 @@ def test_a_lost_host_explains_what_no_rank_has_done() -> None:
         assert verdict == Verdict(1, "host far was lost: mpirun cannot reach it (exit code 1)")
     assert judge([record(1, 1.0)], [], 0, HOSTS, lost_host=host).line.startswith("rank 1")
     assert parse_lost_host(FAILED) == "far"
+
+
+def test_a_job_that_was_killed_before_a_word_was_not_refused() -> None:
+    assert judge([], [], 1, HOSTS, is_refused=True).final_because == REFUSED
+    assert judge([], [], 137, HOSTS, is_refused=True).final_because == ""
 
 
 def test_ranks_that_never_ended_were_lost_even_where_mpirun_says_that_all_is_well() -> None:

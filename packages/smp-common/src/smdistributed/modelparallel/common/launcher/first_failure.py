@@ -19,6 +19,7 @@ ASKED = "it was asked to end"
 #: Why it is final, unless a host is gone, that mpirun starts nothing.
 REFUSED = "mpirun has refused it"
 _TERMINATED = 128 + signal.SIGTERM
+_KILLED = 128 + signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,8 @@ def judge(
         return Verdict(
             _exit_code(mpirun_code),
             f"mpirun ended with {_ending(mpirun_code)}",
-            final_because=REFUSED if is_refused else "",
+            # Nor does mpirun kill what it refuses; it may have warned of something before.
+            final_because=REFUSED if is_refused and mpirun_code != _KILLED else "",
         )
     if ended is not None and len(set(hosts)) > 1:
         silent = [rank for rank in range(len(hosts)) if rank not in ended]
