@@ -28,7 +28,7 @@ def test_command() -> None:
     command = build_command(job(), "/bin/mpirun", as_root=False, num_cores=8)
     assert command[: command.index(sys.executable)] == [
         *("/bin/mpirun", "-n", "3", "--host", "a:2,b:1"),
-        *("--bind-to", "none", "--map-by", "slot"),
+        *("--bind-to", "none", "--map-by", "slot:OVERSUBSCRIBE"),
         *("--mca", "mpi_abort_delay", "2"),
         *("--forward-signals", "SIGUSR1,SIGUSR2,SIGURG,28", "--output", "tag:raw"),
     ]
@@ -63,12 +63,6 @@ def test_a_job_of_one_host_needs_no_network(
 def test_processes_that_share_cores_yield() -> None:
     assert "mpi_yield_when_idle" not in build_command(job(), "m", as_root=False, num_cores=2)
     assert "mpi_yield_when_idle" in build_command(job(), "m", as_root=False, num_cores=1)
-
-
-def test_in_an_allocation_of_slurm_its_tasks_are_no_limit() -> None:
-    inside = job(SLURM_JOB_ID="7", SLURM_JOB_NODELIST="a,b")
-    command = build_command(inside, "m", as_root=False, num_cores=8)
-    assert command[command.index("--map-by") + 1] == "slot:OVERSUBSCRIBE"
 
 
 def test_the_users_binding_wins() -> None:

@@ -22,7 +22,6 @@ from smdistributed.modelparallel.common.failure import RECORDS_VARIABLE, RELAY_S
 from smdistributed.modelparallel.common.launcher.hosts import Host
 from smdistributed.modelparallel.common.launcher.listening import FORWARDING
 from smdistributed.modelparallel.common.launcher.mpi_options import MpiOptions
-from smdistributed.modelparallel.common.launcher.slurm import is_inside
 
 #: Variables that other hosts need too; mpirun passes a host's own environment on by itself.
 _THREADS_VARIABLE = "OMP_NUM_THREADS"
@@ -197,8 +196,9 @@ def _words_of_mpirun(job: Job, mpirun: str, *, as_root: bool, num_cores: int) ->
     if not options.has("--bind-to"):
         command += ["--bind-to", "none"]
     if not options.has("--map-by"):
-        # mpirun asks Slurm too, and takes its tasks for all that a host may run.
-        command += ["--map-by", "slot:OVERSUBSCRIBE" if is_inside(job.environ) else "slot"]
+        # How many a host runs is said above; mpirun takes the cores of some hosts, or tasks of
+        # Slurm, for all that they may.
+        command += ["--map-by", "slot:OVERSUBSCRIBE"]
     if max(host.slots or 0 for host in job.hosts) > num_cores:
         # Waiting processes would spin on the cores that the others need.
         command += ["--mca", "mpi_yield_when_idle", "1"]
