@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from pathlib import Path
 
@@ -28,8 +29,11 @@ def told(exchanges: dict[int, Exchange | None]) -> Told:
 def missing(folder: Path, caplog: pytest.LogCaptureFixture) -> dict[str, str]:
     """Returns by the exchange which ranks the analyzer misses in it."""
     caplog.clear()
-    with caplog.at_level("INFO"):
-        fr_trace.main([str(folder)])
+    try:
+        with caplog.at_level("INFO"):
+            fr_trace.main([str(folder)])
+    finally:
+        gc.enable()  # the analyzer leaves it off
     found: dict[str, str] = {}
     group = ""
     for record in caplog.records:
