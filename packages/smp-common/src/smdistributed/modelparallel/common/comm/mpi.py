@@ -4,13 +4,15 @@ MPI has no time-outs, and a call that blocks inside the library can neither be i
 learn that a peer has gone. So every wait here polls: matched probes and non-blocking requests,
 against a deadline. Polling yields the processor at once and begins to sleep only after a moment,
 which keeps a round trip at some microseconds. The longer a wait lasts, the longer it sleeps, in
-proportion: a hundred ranks that wait on a few cores leave these to the one they wait for.
+proportion, and the longer the more ranks share a core: a hundred that wait leave it to the one that
+they wait for.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 _SPIN_SECONDS = 500e-6
 _FIRST_SLEEP_SECONDS = 20e-6
-_LONGEST_SLEEP_SECONDS = 50e-3
+#: Of a rank with a core of its own, and of any.
+_SHORTEST_LIMIT_SECONDS, _LONGEST_LIMIT_SECONDS = 2e-3, 50e-3
 #: How much later than it could a wait may end, as a part of it.
 _LATER = 1 / 16
 #: By how much sleeps within MPI's own waits may be longer than it asks for.
@@ -69,6 +72,9 @@ class MPITransport(Transport):
         self.rank, self.size = self._comm.rank, self._comm.size
         self.is_one_machine = host.size == self.size
         self.local_rank, self.local_size = place_on_host(os.environ, host.rank, host.size)
+        # Not the cores that this rank is bound to: each may have its own.
+        longest = longest_sleep(host.size, os.cpu_count() or 1)
+        self._pause = functools.partial(_Pause, longest)
         host.Free()
         self._ended: dict[int, bytes] = {}
         self._reports: dict[int, bytes] = {}
@@ -143,7 +149,7 @@ class MPITransport(Transport):
         sent = [self._farewell.Isend(buffer, dest=rank, tag=_FAREWELL) for rank in peers]
         release_at = time.monotonic() + FAREWELL_SECONDS
         released = False
-        pause = _Pause()
+        pause = self._pause()
         while not (
             self._hear_farewells().keys() >= peers and all(request.Test() for request in sent)
         ):
@@ -177,7 +183,7 @@ class MPITransport(Transport):
         timeout_seconds: float,
     ) -> None:
         deadline = time.monotonic() + timeout_seconds
-        pause = _Pause()
+        pause = self._pause()
         while not step():
             pause()
             if pause.sleeping:
@@ -273,6 +279,16 @@ def check_size(size: int, environ: Mapping[str, str], library: str) -> None:
             )
 
 
+def longest_sleep(num_ranks: int, num_cores: int) -> float:
+    """Returns how many seconds a rank that waits sleeps at most.
+
+    Args:
+        num_ranks: on this machine.
+        num_cores: of this machine.
+    """
+    return min(_SHORTEST_LIMIT_SECONDS * max(1.0, num_ranks / num_cores), _LONGEST_LIMIT_SECONDS)
+
+
 @contextlib.contextmanager
 def _late_wakeups() -> Iterator[None]:
     """Inside, the kernel may wake this thread later than it asks for.
@@ -292,10 +308,15 @@ def _late_wakeups() -> Iterator[None]:
 
 
 class _Pause:
-    """One waiting period: yields the processor at first, then sleeps longer and longer."""
+    """One waiting period: yields the processor at first, then sleeps longer and longer.
 
-    def __init__(self) -> None:
+    Args:
+        longest_seconds: of a sleep.
+    """
+
+    def __init__(self, longest_seconds: float) -> None:
         self.sleeping = False
+        self._longest_seconds = longest_seconds
         self._began = time.monotonic()
 
     def __call__(self) -> None:
@@ -305,4 +326,4 @@ class _Pause:
             self.sleeping = waited_seconds > _SPIN_SECONDS
             return
         seconds = max(_FIRST_SLEEP_SECONDS, _LATER * waited_seconds)
-        time.sleep(min(seconds, _LONGEST_SLEEP_SECONDS))
+        time.sleep(min(seconds, self._longest_seconds))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -29,11 +30,14 @@ def say_at_end() -> None:
     Not its children: those that are forked have its exit handlers.
     """
     own, leave = os.getpid(), os._exit
+    stderr = os.dup(2)  # a script may have another one by then
+    # mpirun waits until nobody has it, and a child that goes on closes what it knows of.
+    os.register_at_fork(after_in_child=functools.partial(os.close, stderr))
 
     def say() -> None:
         if os.getpid() == own:
             with contextlib.suppress(OSError):
-                os.write(2, f"{ENDED}\n".encode())
+                os.write(stderr, f"{ENDED}\n".encode())
 
     def saying(status: int) -> NoReturn:
         say()

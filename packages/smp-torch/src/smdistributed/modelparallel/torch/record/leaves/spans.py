@@ -163,6 +163,5 @@ def made_by_calls(
         region: that the leaf is called in; what is checkpointed within it is made twice.
     """
     calls = [each for each in entries if each.kind in (EntryKind.CALL, EntryKind.QUESTION)]
-    for tap, tensor in function_taps((each.target, each.name, each.outputs) for each in calls):
-        if all(each.region == region for each in calls):
-            yield tap, tensor
+    if all(each.region == region for each in calls):
+        yield from function_taps((each.target, each.name, each.outputs) for each in calls)
