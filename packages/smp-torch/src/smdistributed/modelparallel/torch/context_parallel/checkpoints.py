@@ -8,13 +8,13 @@ it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.compat.between import standing_between
+from smdistributed.modelparallel.torch.compat.between import no_call, standing_between
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
     Reentrant,
@@ -27,9 +27,17 @@ from smdistributed.modelparallel.torch.context_parallel.seeing import RunMode
 
 def repeated_for_pieces(run: PieceRun) -> contextlib.AbstractContextManager[None]:
     """Inside, what is checkpointed is computed again as ``run`` has computed it."""
+    unseen = no_call(next)
 
     def replace(around: Around, reentrant: Reentrant) -> tuple[Around, Reentrant]:
-        return lambda function, *args, **kwargs: around(again(function), *args, **kwargs), instead
+        def region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+            generator = around(again(function), *args, **kwargs)
+            # What torch notes of the call is no part of the step; PyTorch 2.11 applies a function.
+            unseen(generator)
+            yield
+            unseen(generator, None)
+
+        return region, instead
 
     def instead(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         # An autograd function around a part of the step would be one call, and hide what is in it.
