@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMod
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto import planning, proof
+from smdistributed.modelparallel.torch.tensor_parallel.auto.group import ClosedGroup
 
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 48, 7
 MICROBATCHES = tensor_cases.MICROBATCHES
@@ -752,11 +753,67 @@ def called_alike() -> None:
     assert len(called[0]) > 1
 
 
+class Normed(nn.Module):
+    """Calls a module that is split, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), FeedForward()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(self.norm(x))
+
+
+def compiled() -> None:
+    """Within a compiled module what lies between the exchanges of a split one is compiled, too.
+
+    What it drops is what it drops as it is written, in a compiled module.
+    """
+    seen: set[str] = set()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def losses(*, is_compiled: bool = True, are_lanes: bool = True, drops: bool) -> list[float]:
+        torch.compiler.reset()
+        module = split(lambda: nn.Sequential(Normed(), Normed()), 7)
+        for block in module.children() if is_compiled else ():
+            block.compile(backend=backend)
+        model = smp.DistributedModel(module if drops else without_dropout(module))
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+
+        @smp.step
+        def step(own: torch.Tensor) -> torch.Tensor:
+            loss = model(own).square().mean()
+            model.backward(loss)
+            return loss
+
+        own = torch.randn(MICROBATCHES, 5, WIDTH, generator=generator(smp.tp_rank()))
+        found = []
+        for _ in range(3):
+            for each in model.modules() if found and not are_lanes else ():
+                if isinstance(each, ClosedGroup):
+                    each.compile_lanes(None)
+            found.append(float(step(own).reduce_mean()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    torch.manual_seed(9)
+    assert losses(drops=False) == pytest.approx(losses(is_compiled=False, drops=False))
+    assert any("silu" in each for each in seen), seen
+    torch.manual_seed(9)
+    with_lanes = losses(drops=True)
+    torch.manual_seed(9)
+    assert with_lanes == losses(are_lanes=False, drops=True)
+
+
 BEHAVIOUR = {
     each.__name__: each
     for each in (
         *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
-        *(numbered, agreed, told, activations_shared, called_alike),
+        *(numbered, agreed, told, activations_shared, called_alike, compiled),
     )
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}

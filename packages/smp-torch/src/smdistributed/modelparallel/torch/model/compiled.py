@@ -1,7 +1,8 @@
 """Modules that the user had compiled, by ``module.compile()`` or ``torch.compile(module)``.
 
 A compiled module that lies on one partition runs compiled. One that is split cannot run as a whole:
-each of its parts that lies on one partition is compiled alone, in the same way.
+each of its parts that lies on one partition is compiled alone, in the same way. So is what ranks
+compute between the exchanges of a module that ``tensor_parallelism(auto=True)`` has split.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import (
     forget_compiled,
 )
 from smdistributed.modelparallel.torch.model.holder import Holder
+from smdistributed.modelparallel.torch.tensor_parallel.auto.group import ClosedGroup
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,10 @@ class CompiledModules:
             if module not in self._root_of and holder.is_partial:
                 name = holder.fakes.names[module] or "the model"
                 logger.info("%s is split over partitions: its parts are compiled, each alone", name)
+        for module in holder.fakes.names:
+            if isinstance(module, ClosedGroup):
+                root = self._root_of.get(module)
+                module.compile_lanes(None if root is None else compiled_call(root))
         return True
 
     def _take(

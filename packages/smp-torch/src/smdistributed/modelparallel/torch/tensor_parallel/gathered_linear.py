@@ -146,6 +146,12 @@ def sliced_linear(
     """
     if group.share_of_gradient == 1:
         return F.linear(tensor, weight, bias)
+    if torch.compiler.is_compiling():
+        assert together is None
+        made: torch.Tensor = _CompiledLinear.apply(  # type: ignore[no-untyped-call]
+            tensor, weight, bias, group.share_of_gradient
+        )
+        return made
     return _apply(tensor, weight, bias, together, group.share_of_gradient)
 
 
@@ -247,6 +253,39 @@ class _SlicedLinear(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[2]:
             of_bias = _of_bias(flat, ctx.share, bias.dtype)
         return of_tensor, of_weight, of_bias, None, None, None, None, None
+
+
+class _CompiledLinear(torch.autograd.Function):
+    """The same in what is compiled, where what it makes is fused with what comes before and after.
+
+    (A compiler takes neither what looks at memory, as ``no_view``, nor ``once_differentiable``.)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        share: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(tensor, weight, bias)
+        ctx.share = share
+        return F.linear(tensor, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        tensor, weight, bias = ctx.saved_tensors
+        of_tensor = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_tensor = (gradient @ weight.to(gradient.dtype)).to(tensor.dtype)
+        flat = gradient.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            inputs = tensor.to(gradient.dtype).flatten(0, -2)
+            of_weight = _of_weight(flat, inputs, ctx.share).to(weight.dtype)
+        if bias is not None and ctx.needs_input_grad[2]:
+            of_bias = (flat.sum(0) * ctx.share).to(bias.dtype)
+        return of_tensor, of_weight, of_bias, None
 
 
 class _Shared(torch.autograd.Function):

@@ -89,10 +89,15 @@ class DistributedModule(nn.Module):
     _group: ClassVar[TensorGroup] = TensorGroup()
     _makes_values: ClassVar[bool] = True
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, is_part: bool = False, **kwargs: Any) -> None:
+        """Gives its forward the split parameters.
+
+        Args:
+            is_part: it is called by another distributed module alone, whose forward has them.
+        """
         super().__init_subclass__(**kwargs)
         forward = vars(cls).get("forward")
-        if forward is not None:
+        if forward is not None and not is_part:
             cls.forward = using_own_slices(forward)
 
     def __init__(self) -> None:

@@ -12,10 +12,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._guards import CompileContext, TracingContext
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+#: Has a compiler leave a frame alone, and decide anew of what it calls.
+_ITS_FRAME_ALONE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 _tracing_context: Callable[[], Any] = TracingContext.try_get
 _compiled_frame: Callable[[], Any] = CompileContext.current_compile_id
 
@@ -188,7 +195,12 @@ def run_as_written(function: _Function) -> _Function:
         run = _never_compiled(function) if is_compiler_loaded() else function
         return run(*args, **kwargs)
 
-    return call  # type: ignore[return-value]
+    # Known to a compiler that comes later: else it would look into this frame, and warn of the
+    # cache in it.
+    marked: Any = call
+    marked._torchdynamo_disable = True
+    set_code_exec_strategy(marked.__code__, _ITS_FRAME_ALONE)
+    return marked  # type: ignore[no-any-return]
 
 
 _never_compiled = functools.cache(never_compiled)

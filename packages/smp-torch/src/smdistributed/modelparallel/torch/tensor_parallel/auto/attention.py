@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.module import (
 Fill = Callable[[str, nn.Module, DistributedModule], None]
 
 
-class SplitAttention(DistributedModule, nn.MultiheadAttention):
+class SplitAttention(DistributedModule, nn.MultiheadAttention, is_part=True):
     """What a ``nn.MultiheadAttention`` becomes in a module that was split by ``auto=True``.
 
     Attributes keep the sizes of the whole. The output is a share of a sum, as of ``SplitLinear``,

@@ -17,7 +17,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.compat.private.backward import is_in_backward
-from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
+from smdistributed.modelparallel.torch.compat.private.compiled import compile_like, run_as_written
 from smdistributed.modelparallel.torch.state.alike import are_alike
 from smdistributed.modelparallel.torch.state.seen import (
     HOOKS,
@@ -168,6 +168,28 @@ def key_of(
     return call.structure, tuple(form.key for form in forms), training, grad_enabled
 
 
+class Lane(nn.Module):
+    """What a rank computes of one call: the forward as it is written, on slices, to be compiled.
+
+    Exchanges lie before and after it, so a compiler finds nothing in it that other ranks have.
+
+    Args:
+        group: whose forward it is.
+    """
+
+    def __init__(self, group: ClosedGroup) -> None:
+        super().__init__()
+        self._group = (group,)  # none of its modules
+
+    def forward(self, draws: SplitDraws | None, args: Any, kwargs: Any) -> Any:
+        """Computes it; arguments are those of ``ClosedGroup.compute``."""
+        return self._group[0].compute(draws, args, kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module runs as it is written, as one does of any compiled module."""
+        return type(None), ()
+
+
 class ClosedGroup(DistributedModule):
     """The part of a split module's class that runs its forward on slices.
 
@@ -178,6 +200,21 @@ class ClosedGroup(DistributedModule):
     _smp_found: Found
     _smp_gate: Gate
     _smp_seen: SeenState
+    _smp_lane: Lane | None
+
+    def compile_lanes(self, call: Any) -> None:
+        """Has what lies between its exchanges run compiled, or as it is written.
+
+        Args:
+            call: of a compiled module that this one is a part of, by ``compiled_call``; None: it is
+                part of none.
+        """
+        self._smp_lane = None
+        if call is not None:
+            kind: Any = type(self)
+            lane = _lane_of(kind)(self)
+            compile_like(call, lane)
+            vars(self)["_smp_lane"] = lane  # none of its modules
 
     @run_as_written
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -198,26 +235,40 @@ class ClosedGroup(DistributedModule):
         given = exchanged(group, self.place, call, lanes)
         numbers = [group.rank] if group.is_prescaled else list(range(group.size))
         place = None if group.random is None else group.random.place()
+        compute = self.compute if self._smp_lane is None or makes_shapes else self._smp_lane
         results = []
         for number, tensors in zip(numbers, given, strict=False):
             lane_call = lanes[number].call
             own_args, own_kwargs = lane_call.filled([tensors[each] for each in lane_call.paths])
+            draws = None
+            if self.training:
+                is_keyed = group.random is not None and group.random.is_active
+                draws = SplitDraws(proofs[number].draws, group.size, group.rank, is_keyed=is_keyed)
             with contextlib.ExitStack() as stack:
                 if group.random is not None:
                     stack.enter_context(group.random.computing_for(number, place))
-                if self.training:
-                    is_keyed = group.random is not None and group.random.is_active
-                    stack.enter_context(
-                        SplitDraws(proofs[number].draws, group.size, group.rank, is_keyed=is_keyed)
-                    )
                 self._smp_gate.is_open = True
                 try:
-                    results.append(Call(super().forward(*own_args, **own_kwargs)))
+                    results.append(Call(compute(draws, own_args, own_kwargs)))
                 finally:
                     self._smp_gate.is_open = False
         if makes_shapes:
             proofs = [self._smp_found.proof_like(results[0], proofs[0])] * group.size
         return self._own(results, [proofs[number] for number in numbers])
+
+    def compute(self, draws: SplitDraws | None, args: Any, kwargs: Any) -> Any:
+        """Runs the forward of a call as it is written, on the own slices.
+
+        Args:
+            draws: what of it drops; None: nothing does.
+            args: of the call, by position.
+            kwargs: by name.
+        """
+        if draws is None:
+            return super().forward(*args, **kwargs)
+        # Here, since a compiler that found it entered would leave it entered around what it made.
+        with draws:
+            return super().forward(*args, **kwargs)
 
     def _is_between_steps(self) -> bool:
         random = self.tensor_group.random
@@ -344,7 +395,11 @@ def close(module: nn.Module, found: Found, gate: Gate) -> None:
     module.__class__ = _closed(kind)
     vars(module).setdefault("_slices", {})
     vars(module).update(
-        place=type(module).__name__, translations=None, _smp_found=found, _smp_gate=gate
+        place=type(module).__name__,
+        translations=None,
+        _smp_found=found,
+        _smp_gate=gate,
+        _smp_lane=None,
     )
     seen = vars(module)["_smp_seen"] = SeenState(module)
     seen.read(found.read)
@@ -354,3 +409,9 @@ def close(module: nn.Module, found: Found, gate: Gate) -> None:
 def _closed(kind: Any) -> Any:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (ClosedGroup, kind), names)
+
+
+@functools.cache
+def _lane_of(kind: Any) -> type[Lane]:
+    """Returns a class for each of modules: what compiles may count by class how often it does."""
+    return type(f"{kind.__name__}Lane", (Lane,), {})

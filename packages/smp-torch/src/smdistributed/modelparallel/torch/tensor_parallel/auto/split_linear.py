@@ -35,7 +35,7 @@ class Gate:
         return self.is_used
 
 
-class SplitLinear(DistributedModule):
+class SplitLinear(DistributedModule, is_part=True):
     """Stands for a linear map in a module that was split by ``auto=True``.
 
     Split along its outputs it gives the own channels; along its inputs, a share of the sum, to
