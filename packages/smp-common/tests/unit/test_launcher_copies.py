@@ -58,10 +58,14 @@ def test_ranks_are_copies_where_they_outnumber_cores(
 def test_a_job_starts_as_it_is_where_no_copies_can_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(copies._IMPORTED, "pytorch", ("no_such_module",))
     job = Job((Host("localhost", 3),), MpiOptions(), ("train.py",), dict(os.environ))
-    with copies.of_one_process(job, "pytorch", is_asked=False) as started:
+    said: list[str] = []
+    with copies.of_one_process(job, "pytorch", is_asked=False, say=said.append) as started:
         assert started is job
+    (text,) = said
+    assert text.startswith("no copies: each process imports the framework itself"), text
+    assert "No module named 'no_such_module'" in text
     with (
         pytest.raises(SMPError, match="no_such_module must be importable in a process"),
-        copies.of_one_process(job, "pytorch", is_asked=True),
+        copies.of_one_process(job, "pytorch", is_asked=True, say=said.append),
     ):
         pass

@@ -165,7 +165,9 @@ def _run(argv: list[str]) -> int:
         started = replace(described, hosts=placement.start.hosts, environ=own)
         with contextlib.ExitStack() as stack:
             if copied:
-                source = copies.of_one_process(started, framework, is_asked=bool(arguments.fork))
+                source = copies.of_one_process(
+                    started, framework, is_asked=bool(arguments.fork), say=_say
+                )
                 started = stack.enter_context(source)
             command, ranks = command_of(started), host_of_ranks(started.hosts)
             return job.run(command, started.environ, ranks, limits, placement.take)

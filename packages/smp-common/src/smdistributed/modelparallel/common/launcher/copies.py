@@ -8,7 +8,7 @@ the user says otherwise. See ``fork_server``.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from smdistributed.modelparallel.common.config import Framework
@@ -67,7 +67,9 @@ def are_wanted(
 
 
 @contextlib.contextmanager
-def of_one_process(job: Job, imported: Framework, *, is_asked: bool) -> Iterator[Job]:
+def of_one_process(
+    job: Job, imported: Framework, *, is_asked: bool, say: Callable[[str], None]
+) -> Iterator[Job]:
     """Starts a process to copy; yields the job with its address.
 
     Each attempt of a job has its own: that process may be what was lost.
@@ -77,6 +79,7 @@ def of_one_process(job: Job, imported: Framework, *, is_asked: bool) -> Iterator
         imported: whose library and framework the process imports.
         is_asked: whether it is an error if it cannot; else the job is yielded as it is, and its
             ranks say what is wrong.
+        say: is told that it is so, and why.
     """
     exports = {k: text for k, text in job.options.exports.items() if text is not None}
     with contextlib.ExitStack() as stack:
@@ -84,9 +87,11 @@ def of_one_process(job: Job, imported: Framework, *, is_asked: bool) -> Iterator
             server = stack.enter_context(
                 ForkServer(_IMPORTED[imported], {**job.environ, **exports})
             )
-        except SMPError:
+        except SMPError as error:
             if is_asked:
                 raise
+            reason = str(error).strip().splitlines()[-1]
+            say(f"no copies: each process imports the framework itself ({reason})")
             yield job
             return
         yield replace(job, copied_from=server.address)
