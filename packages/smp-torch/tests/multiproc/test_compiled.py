@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from world import generator, quick, run, world_of
 
 import smdistributed.modelparallel.torch as smp
@@ -513,10 +514,13 @@ def compile_between_steps() -> None:
         return weight.mul_(0.5).square().sum()
 
     first, *_, last = net.parameters()  # each of another partition
+    before = counters["frames"]["total"]
     with torch.no_grad():
         for parameter in (first, last):
             want = float(parameter.square().sum()) / 4
             assert float(halve(parameter)) == pytest.approx(want, rel=1e-5)
+    # Of the script, but none of the library's own, which follows what is done with parameters.
+    assert counters["frames"]["total"] - before < 20
 
 
 def test_compiled_functions_take_parameters_of_all_partitions_between_steps(

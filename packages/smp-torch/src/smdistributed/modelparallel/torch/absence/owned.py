@@ -28,6 +28,7 @@ from smdistributed.modelparallel.torch.absence.notes import (
     not_differentiated,
     shortened,
 )
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.compat.private.modes import (
     inside_transform,
     is_wrapped,
@@ -97,6 +98,7 @@ class OwnedTensor(torch.Tensor, metaclass=LikeTensor):
     owned: Owned
 
     @classmethod
+    @run_as_written
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs a function of torch that got such a tensor."""
         if any(not issubclass(each, cls) and hasattr(each, "operate") for each in types):

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.compat.private.below import (
     past_operations,
     without_memory,
 )
+from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     inside_transform,
@@ -113,6 +114,7 @@ class AbsentTensor(torch.Tensor):
     absent: Absent
 
     @classmethod
+    @run_as_written
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Has a function of torch run that got such a tensor."""
         if _Hidden.is_on and func == _GRAD:  # which optimizers ask of each

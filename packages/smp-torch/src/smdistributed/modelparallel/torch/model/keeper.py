@@ -15,14 +15,17 @@ from smdistributed.modelparallel.torch.absence.notes import GRADIENT_OF, REMEDY,
 from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
 from smdistributed.modelparallel.torch.absence.values import Question, answer
 from smdistributed.modelparallel.torch.compat.calling_line import is_called_by_library
-from smdistributed.modelparallel.torch.compat.private import below
+from smdistributed.modelparallel.torch.compat.private import below, compiled
 from smdistributed.modelparallel.torch.parts import at_rest
 from smdistributed.modelparallel.torch.runtime.published import NotPublishedError, Published
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 #: What brings a function of torch to those who ask whether code of this library has called it.
 _MECHANISM = frozenset(
-    (__name__, following.__name__, owned.__name__, below.__name__, at_rest.__name__)
+    (
+        *(__name__, following.__name__, owned.__name__),
+        *(below.__name__, compiled.__name__, at_rest.__name__),
+    )
 )
 
 
