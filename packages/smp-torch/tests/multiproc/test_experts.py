@@ -38,26 +38,44 @@ WORLDS = {
 }
 
 
-def trained(options: dict[str, Any]) -> list[tuple[float, int]]:
-    """Trains models of each kind; an expert that gets most leaves a rank without tokens."""
+#: An expert that gets most leaves a rank without tokens.
+MODELS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "spread": (SPREAD, {}),
+    "favoured": (["Hit", "Batched"], {"favourite": 0, "checkpointed": True}),
+    "few": (["Hit"], {"few": True}),
+    "whole": (WHOLE, {}),
+}
+NUM_SPREAD = {"spread": len(SPREAD), "favoured": 2, "few": 1, "whole": 0}
+#: All models where each rank has all layers; a pipeline records each, and here those whose experts
+#: are spread in each way, and whose shapes follow from the routing.
+CASES = [
+    *((name, tuple(MODELS)) for name in WORLDS),
+    ("pp2-ep2", ("spread", "few")),
+]
+
+
+def trained(names: tuple[str, ...], options: dict[str, Any]) -> list[tuple[float, int]]:
+    """Trains models of each kind."""
     return [
-        expert_cases.beside_one_process(SPREAD, **options),
-        expert_cases.beside_one_process(
-            ["Hit", "Batched"], favourite=0, checkpointed=True, **options
-        ),
-        expert_cases.beside_one_process(["Hit"], few=True, **options),
-        expert_cases.beside_one_process(WHOLE, **options),
+        expert_cases.beside_one_process(kinds, **given, **options)
+        for kinds, given in map(MODELS.__getitem__, names)
     ]
 
 
-@pytest.mark.parametrize("name", quick(WORLDS, ["ep2", "pp2-ep2"]))
-def test_experts_of_all_ranks_give_what_one_process_gives(worlds: Worlds, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "models"),
+    quick(CASES, [CASES[0], CASES[-1]]),
+    ids=[f"{name}-{len(models)}" for name, models in CASES],
+)
+def test_experts_of_all_ranks_give_what_one_process_gives(
+    worlds: Worlds, name: str, models: tuple[str, ...]
+) -> None:
     world, options = WORLDS[name]
-    for found in run(worlds, world, trained, options):
+    for found in run(worlds, world, trained, models, options):
         near = 1e-8 if name == "ep2-sharded" else 1e-12  # the norm of shards is of fp32
         assert max(far for far, _ in found) < near, found
         if name != "pp2-ep2":  # each rank has one partition
-            assert [spread for _, spread in found] == [len(SPREAD), 2, 1, 0]
+            assert [spread for _, spread in found] == [NUM_SPREAD[each] for each in models]
 
 
 def refused() -> list[str]:

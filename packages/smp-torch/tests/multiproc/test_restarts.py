@@ -45,6 +45,7 @@ def test_smprun_goes_on_from_the_newest_checkpoint(
     assert errors.count("smprun: rank 1 (") == errors.count("SIGKILL") == 2
 
 
+@pytest.mark.slow  # of what goes on it shows the same; here two attempts import PyTorch twice each
 def test_torchrun_does_too(tmp_path: Path, undisturbed: dict[int, list[str]]) -> None:
     # Its agent has one store for all attempts.
     steps, _ = lost_and_resumed(TORCHRUN, tmp_path, undisturbed, 4)

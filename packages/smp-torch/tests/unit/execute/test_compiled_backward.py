@@ -367,6 +367,7 @@ def test_what_was_not_compiled_runs_as_it_is() -> None:
     assert num_waiting == 2
 
 
+@pytest.mark.slow  # a compiler of C++ prepares PyTorch's headers, and makes a dozen libraries
 @pytest.mark.skipif(" " in tempfile.gettempdir(), reason="PyTorch compiles in no path with a space")
 def test_buffers_that_a_compiler_uses_again_do_not_reach_waiting_gradients() -> None:
     """By the compiler of most users, which frees and takes memory as it sees fit."""
