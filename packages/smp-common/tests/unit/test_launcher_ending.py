@@ -11,7 +11,9 @@ from smdistributed.modelparallel.common.launcher.ending import ENDED
 
 _BEGINNING = (
     "import os\n"
+    "from smdistributed.modelparallel.common import first_stderr\n"
     "from smdistributed.modelparallel.common.launcher.ending import say_at_end\n"
+    "first_stderr.keep()\n"
     "say_at_end()\n"
 )
 _SILENCE = "os.dup2(os.open(os.devnull, os.O_WRONLY), 2)"

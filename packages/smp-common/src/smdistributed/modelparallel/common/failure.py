@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
+from smdistributed.modelparallel.common import first_stderr
 from smdistributed.modelparallel.common.errors import CommError, SMPError
 
 #: The variable by which smprun asks for failures on stderr as one line that a machine can read. Its
@@ -119,6 +120,9 @@ def leave(
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     has_reader = bool(os.environ.get(RECORDS_VARIABLE))
+    if first_stderr.is_replaced():  # by a file of the script's own, where one looks for it, too
+        with contextlib.suppress(OSError):
+            os.write(2, details.encode(errors="replace"))
     if details and has_reader:
         count = details.count("\n")
         details = f"{_WORDS_MARK}{count}\n{details}"
@@ -296,11 +300,10 @@ class FailureHooks:
 
 
 def _say(text: str) -> None:
-    """Writes to the process's real stderr, whatever ``sys.stderr`` is replaced with."""
+    """Writes to the stderr that the launcher reads, whatever a script has in its place."""
     with contextlib.suppress(Exception):
         sys.stderr.flush()
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="replace"))
+    first_stderr.write(text)
 
 
 def _let_launcher_read() -> None:
@@ -310,7 +313,7 @@ def _let_launcher_read() -> None:
     """
     deadline = time.monotonic() + _LONGEST_READ_SECONDS
     unread = array.array("i", [0])
-    for descriptor in (1, 2):
+    for descriptor in (1, first_stderr.descriptor()):
         with contextlib.suppress(OSError):
             if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
                 continue

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
+from smdistributed.modelparallel.common import first_stderr
+
 _MARK = "\x1esmp-whereabouts "
 #: Keeps an answer within one atomic write to a pipe.
 _MOST_CHARACTERS = 300
@@ -136,12 +138,11 @@ def activities() -> list[Activity]:
 
 
 def answer(rank: int) -> None:
-    """Writes where this process is to its real stderr, for ``smprun``; for any thread."""
+    """Tells ``smprun`` where this process is; for any thread."""
     told = activities()[:_MOST_ACTIVITIES]
     shortened = tuple(replace(each, what=_shortened(each.what)) for each in told)
     here = Whereabouts(rank, socket.gethostname(), _shortened(_line_of_the_user()), shortened)
-    with contextlib.suppress(OSError):
-        os.write(2, f"{here.text()}\n".encode())
+    first_stderr.write(f"{here.text()}\n")
 
 
 def listed(ranks: Sequence[int]) -> str:

@@ -6,12 +6,12 @@ the degrees, which the script may give to ``smp.init``.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Mapping
 from typing import Any
 
+from smdistributed.modelparallel.common import first_stderr
 from smdistributed.modelparallel.common.config.loading import Config
 
 #: The variable by which smprun asks for it, where it may start the job again.
@@ -20,10 +20,9 @@ _MARK = "\x1esmp-configuration "
 
 
 def announce(config: Config, rank: int) -> None:
-    """Writes what was given to the process's real stderr, if this is rank 0 and smprun asks."""
+    """Tells smprun what was given, if this is rank 0 and smprun asks."""
     if rank == 0 and os.environ.get(ANNOUNCED_VARIABLE):
-        with contextlib.suppress(OSError):
-            os.write(2, f"{_MARK}{json.dumps(config.given())}\n".encode())
+        first_stderr.write(f"{_MARK}{json.dumps(config.given())}\n")
 
 
 def announced(line: str) -> Mapping[str, Any] | None:

@@ -15,7 +15,7 @@ from collections.abc import MutableMapping
 from pathlib import Path
 from types import ModuleType, TracebackType
 
-from smdistributed.modelparallel.common import failure, whereabouts
+from smdistributed.modelparallel.common import failure, first_stderr, whereabouts
 from smdistributed.modelparallel.common.launcher import standard_input
 from smdistributed.modelparallel.common.launcher.ending import EndRequest, say_at_end
 from smdistributed.modelparallel.common.launcher.listening import (
@@ -93,6 +93,7 @@ def main() -> object:
     A program that was asked to end ends well, whatever code it leaves with: mpirun would otherwise
     take the others' time to save from them.
     """
+    first_stderr.keep()
     request = EndRequest()
     listen({END_SIGNAL: request.come, STATUS_SIGNAL: lambda: whereabouts.answer(rank())})
     say_at_end()

@@ -11,12 +11,12 @@ when it has lost a host.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import functools
 import os
 import signal
 import threading
 from typing import NoReturn
+
+from smdistributed.modelparallel.common import first_stderr
 
 #: What a rank answers that has a handler of SIGTERM; smprun does not show it.
 HEARD = "\x1esmp-ending"
@@ -30,14 +30,10 @@ def say_at_end() -> None:
     Not its children: those that are forked have its exit handlers.
     """
     own, leave = os.getpid(), os._exit
-    stderr = os.dup(2)  # a script may have another one by then
-    # mpirun waits until nobody has it, and a child that goes on closes what it knows of.
-    os.register_at_fork(after_in_child=functools.partial(os.close, stderr))
 
     def say() -> None:
         if os.getpid() == own:
-            with contextlib.suppress(OSError):
-                os.write(stderr, f"{ENDED}\n".encode())
+            first_stderr.write(f"{ENDED}\n")
 
     def saying(status: int) -> NoReturn:
         say()
@@ -66,8 +62,7 @@ class EndRequest:
             return
         self.has_come = True
         if callable(signal.getsignal(signal.SIGTERM)):
-            with contextlib.suppress(OSError):
-                os.write(2, f"{HEARD}\n".encode())
+            first_stderr.write(f"{HEARD}\n")
         # To the main thread, whose sleep it ends. One to the process the thread that listens may
         # take itself, and the handler would run when the main thread wakes.
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
