@@ -111,9 +111,9 @@ def test_transfers_of_graphs_count_when_they_take_place() -> None:
 @pytest.mark.parametrize(
     ("rank", "says", "missing"),
     [
-        (0, "rank 1, 3 did not answer in time", (1, 3)),
+        (0, "ranks 1, 3 did not answer in time", (1, 3)),
         (1, "it did not come to one with rank 0 in time", ()),
-        (2, "rank 1, 3 did not answer in time", (1, 3)),
+        (2, "ranks 1, 3 did not answer in time", (1, 3)),
     ],
 )
 def test_every_rank_learns_who_was_waited_for(

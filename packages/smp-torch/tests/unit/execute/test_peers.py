@@ -45,7 +45,7 @@ def test_of_several_ranks_the_one_that_ended_is_blamed() -> None:
     error = error_of([HERE, HERE, GONE, ELSEWHERE])
     assert error.missing_ranks == (2,)
     assert str(error) == (
-        "rank 0: reducing gradients with ranks 1, 2, 3 failed: rank 2 has ended (Connection "
+        "rank 0: reducing gradients with ranks 1-3 failed: rank 2 has ended (Connection "
         "closed by peer [::1]:4). Look at its own output for the cause."
     )
 

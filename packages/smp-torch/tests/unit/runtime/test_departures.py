@@ -61,7 +61,7 @@ def test_who_left_without_the_exchange_is_named() -> None:
     assert isinstance(error, CommError)
     assert error.missing_ranks == (1,)
     assert str(error).startswith(
-        "rank 0: reducing gradients with ranks 1, 2 failed: rank 1 has ended without it."
+        "rank 0: reducing gradients with ranks 1-2 failed: rank 1 has ended without it."
     )
     (error,), _ = found({1: last_words({})})
     assert error.missing_ranks == (1,)

@@ -145,18 +145,6 @@ def answer(rank: int) -> None:
     first_stderr.write(f"{here.text()}\n")
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Returns ascending ranks as in "ranks 0-2, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][-1] == rank - 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    names = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
-
-
 def _line_of_the_user() -> str:
     """Returns the line of the main thread that runs, the innermost that is the user's."""
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)

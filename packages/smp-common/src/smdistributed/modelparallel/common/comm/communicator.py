@@ -25,8 +25,9 @@ from smdistributed.modelparallel.common.comm.transport import (
 )
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.groups import CommGroup, RankType
+from smdistributed.modelparallel.common.names_of_ranks import listed
 from smdistributed.modelparallel.common.topology import Topology
-from smdistributed.modelparallel.common.whereabouts import Activity, Exchange, listed
+from smdistributed.modelparallel.common.whereabouts import Activity, Exchange
 
 _P2P_CHANNEL = 0
 _GROUP_CHANNELS = {group: 1 + index for index, group in enumerate(CommGroup)}
@@ -426,9 +427,9 @@ class Communicator:
             )
 
     def _fail_missing(self, call: str, error: PeersMissingError) -> NoReturn:
-        ranks = ", ".join(str(rank) for rank in error.missing_ranks)
+        ranks = listed(sorted(error.missing_ranks))
         self._fail(
-            f"{call} cannot complete: rank {ranks} {error.reason}. Every process that the call "
+            f"{call} cannot complete: {ranks} {error.reason}. Every process that the call "
             "concerns must make its matching call; look at that rank's own output for the cause.",
             error.missing_ranks,
         )

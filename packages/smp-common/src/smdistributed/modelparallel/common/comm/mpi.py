@@ -25,6 +25,7 @@ from smdistributed.modelparallel.common.comm.transport import (
     Transport,
 )
 from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.names_of_ranks import have
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -192,7 +193,7 @@ class MPITransport(Transport):
                     if step():
                         return
                     if gone := self._ended.keys() & silent():
-                        raise PeersMissingError(sorted(gone), "has ended")
+                        raise PeersMissingError(sorted(gone), f"{have(gone)} ended")
                 if time.monotonic() > deadline:
                     raise PeersMissingError(
                         sorted(waiting), f"did not answer within {timeout_seconds:g} s"

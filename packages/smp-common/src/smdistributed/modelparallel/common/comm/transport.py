@@ -24,7 +24,7 @@ class PeersMissingError(Exception):
 
     Attributes:
         missing_ranks: global ranks that did not.
-        reason: what was seen, as a clause: "did not answer within 5 s", "has ended".
+        reason: what was seen, as a clause: "did not answer within 5 s", "have ended".
     """
 
     def __init__(self, missing_ranks: Sequence[int], reason: str) -> None:

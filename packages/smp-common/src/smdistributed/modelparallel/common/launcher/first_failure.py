@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from smdistributed.modelparallel.common.failure import FailureRecord
-from smdistributed.modelparallel.common.whereabouts import listed
+from smdistributed.modelparallel.common.names_of_ranks import listed
 
 #: Why a job is final that ended for a reason from outside.
 ASKED = "it was asked to end"
@@ -223,10 +223,10 @@ def _of_blame(
 ) -> Verdict:
     if found := [banner for banner in banners if banner.rank in blamed]:
         return _of_banner(found[0], mpirun_code, hosts)
-    ranks = f"rank {blamed[0]}" if len(blamed) == 1 else "ranks " + ", ".join(map(str, blamed))
+    silent = listed(sorted(blamed))
     return Verdict(
         record.exit_code,
-        f"{ranks} did not answer: {record.summary} (noticed by rank {record.rank})",
+        f"{silent} did not answer: {record.summary} (noticed by rank {record.rank})",
         record.rank,
     )
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher.status import Told
-from smdistributed.modelparallel.common.whereabouts import Activity, Exchange, listed
+from smdistributed.modelparallel.common.names_of_ranks import listed
+from smdistributed.modelparallel.common.whereabouts import Activity, Exchange
 
 #: Of the format; PyTorch 2.11 to 2.13 write it.
 _VERSION = "2.10"

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from smdistributed.modelparallel.common.comm.presence import state_of
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.launcher import processes
-from smdistributed.modelparallel.common.whereabouts import Whereabouts, listed
+from smdistributed.modelparallel.common.names_of_ranks import listed
+from smdistributed.modelparallel.common.whereabouts import Whereabouts
 
 #: How long ranks may take to answer: those that compute on loaded cores come late.
 _ANSWER_SECONDS = 5.0

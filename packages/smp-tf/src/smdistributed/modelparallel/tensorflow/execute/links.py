@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.names_of_ranks import have, listed
 from smdistributed.modelparallel.tensorflow.compat import graphs, processes
 from smdistributed.modelparallel.tensorflow.execute.waits import Waits
 
@@ -357,9 +358,10 @@ def explained(error: BaseException, rank: int, size: int) -> CommError | None:
             "TF_CPP_MIN_LOG_LEVEL=1 shows.",
             rank=rank,
         )
-    ranks = ", ".join(map(str, peers))
     return CommError(
-        f"a transfer of rank {rank} failed: rank {ranks} has ended.", rank=rank, missing_ranks=peers
+        f"a transfer of rank {rank} failed: {listed(peers)} {have(peers)} ended.",
+        rank=rank,
+        missing_ranks=peers,
     )
 
 
@@ -374,9 +376,8 @@ def _explained_wait(waiting: int, awaited: list[int], rank: int, size: int) -> C
             "(communication_timeout).",
             rank=rank,
         )
-    ranks = ", ".join(map(str, peers))
     return CommError(
-        f"a transfer of rank {rank} failed: rank {ranks} did not answer in time "
+        f"a transfer of rank {rank} failed: {listed(sorted(peers))} did not answer in time "
         "(communication_timeout).",
         rank=rank,
         missing_ranks=peers,

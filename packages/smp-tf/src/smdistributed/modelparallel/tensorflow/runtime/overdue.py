@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from smdistributed.modelparallel.common.whereabouts import Activity, listed
+from smdistributed.modelparallel.common.names_of_ranks import listed
+from smdistributed.modelparallel.common.whereabouts import Activity
 from smdistributed.modelparallel.tensorflow.compat import processes
 from smdistributed.modelparallel.tensorflow.execute.links import waited_too_long
 from smdistributed.modelparallel.tensorflow.execute.waits import Waits

@@ -17,6 +17,7 @@ import torch
 from smdistributed.modelparallel.common.comm.presence import Presence, absent
 from smdistributed.modelparallel.common.errors import CommError, SMPError
 from smdistributed.modelparallel.common.failure import leave_for_exception
+from smdistributed.modelparallel.common.names_of_ranks import have, listed
 from smdistributed.modelparallel.common.whereabouts import Activity, Exchange
 
 #: Global ranks that take part in an exchange.
@@ -111,12 +112,12 @@ class Peers:
         gone = self._absent(others)
         reason = reason_of(error)
         if gone:
-            what = f"{_listed(gone)} {'has' if len(gone) == 1 else 'have'} ended"
+            what = f"{listed(gone)} {have(gone)} ended"
             if set(gone.values()) == {"stopped"}:
-                what = f"{_listed(gone)} is stopped and did not take part in time"
+                what = f"{listed(gone)} {have(gone)} stopped and did not take part in time"
         elif not _tells(error):
             return CommError(
-                f"rank {self._rank}: {doing} {_listed(others)} failed: {reason}. Every rank must "
+                f"rank {self._rank}: {doing} {listed(others)} failed: {reason}. Every rank must "
                 "make the same calls in the same order, with tensors of the same shapes and types.",
                 rank=self._rank,
             )
@@ -124,7 +125,7 @@ class Peers:
             which = "that rank" if len(others) == 1 else "one of these"
             what = f"{which} has died or did not take part in time"
         return CommError(
-            f"rank {self._rank}: {doing} {_listed(others)} failed: {what} ({reason}). Look at its "
+            f"rank {self._rank}: {doing} {listed(others)} failed: {what} ({reason}). Look at its "
             "own output for the cause.",
             rank=self._rank,
             missing_ranks=list(gone or others),
@@ -159,8 +160,8 @@ class Peers:
         """Returns the error of an exchange without which ``gone`` have left the job."""
         others = self.others(ranks)
         return CommError(
-            f"rank {self._rank}: {doing} {_listed(others)} failed: {_listed(gone)} "
-            f"{'has' if len(gone) == 1 else 'have'} ended without it. Every rank must make "
+            f"rank {self._rank}: {doing} {listed(others)} failed: {listed(gone)} "
+            f"{have(gone)} ended without it. Every rank must make "
             "the same calls in the same order: give each the same number of batches.",
             rank=self._rank,
             missing_ranks=list(gone),
@@ -170,7 +171,7 @@ class Peers:
         """Returns the error of an exchange that cannot be, since a rank's step has failed."""
         others = self.others(ranks)
         return CommError(
-            f"rank {self._rank}: {doing} {_listed(others)} cannot complete: the step has failed on "
+            f"rank {self._rank}: {doing} {listed(others)} cannot complete: the step has failed on "
             f"rank {failed}: {reason}",
             rank=self._rank,
             missing_ranks=[failed],
@@ -202,7 +203,7 @@ class Blaming:
 
     def words(self) -> str:
         """Returns what is done, and with whom."""
-        return f"{self.doing} {_listed(self._peers.others(self.ranks))}"
+        return f"{self.doing} {listed(self._peers.others(self.ranks))}"
 
     def departed(self, gone: Sequence[int]) -> CommError:
         """See ``Peers.departed``."""
@@ -231,8 +232,3 @@ def _tells(error: RuntimeError) -> bool:
     """Whether an error is about a process that is gone or does not come."""
     text = str(error)
     return any(mark in text for mark in _LOST)
-
-
-def _listed(ranks: Sequence[int] | dict[int, str]) -> str:
-    names = ", ".join(map(str, ranks))
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}"

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from smdistributed.modelparallel.common.comm.presence import Presence, absent
 from smdistributed.modelparallel.common.errors import CommError
+from smdistributed.modelparallel.common.names_of_ranks import listed
 
 _TICK_SECONDS = 0.05
 #: How long others may take to start before a word is said about it.
@@ -68,7 +69,7 @@ def meet(store: Store, rank: int, size: int, timeout_seconds: float) -> list[Pre
                 raise _error(rank, missing, f"did not come within {timeout_seconds:g} s")
             if missing and now > began + _SAY_SECONDS and not has_said:
                 has_said = True
-                sys.stderr.write(f"smp: rank {rank} waits for {_listed(missing)} to start\n")
+                sys.stderr.write(f"smp: rank {rank} waits for {listed(missing)} to start\n")
         time.sleep(_TICK_SECONDS)
     return [_read(store, key) for key in keys]
 
@@ -79,12 +80,8 @@ def _read(store: Store, key: str) -> Presence:
 
 def _error(rank: int, others: Sequence[int], what: str) -> CommError:
     return CommError(
-        f"rank {rank}: smp.init needs all processes of the job: {_listed(others)} {what}. Look at "
+        f"rank {rank}: smp.init needs all processes of the job: {listed(others)} {what}. Look at "
         "its own output for the cause.",
         rank=rank,
         missing_ranks=others,
     )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
