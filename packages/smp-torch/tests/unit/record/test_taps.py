@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.record.trace.taps import function_taps, tapped
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.record.trace.taps import (
+    container_taps,
+    function_taps,
+    tapped,
+)
+from smdistributed.modelparallel.torch.state.growth import Growth
 
 
 class Squares(nn.Module):
@@ -49,3 +55,12 @@ def test_what_code_outside_has_taken_is_taken_here_too() -> None:
     _call(module)
     _call(module, taken=True)
     assert len(module.kept) == 1
+
+
+def test_what_is_kept_by_the_identity_of_a_module_has_the_same_name_on_every_rank() -> None:
+    with FakeTensorMode():
+        fake = torch.empty(1)
+    modules = nn.Identity(), nn.Identity()
+    growths = [Growth("kept", {id(each): fake}, {id(each): fake}, {}) for each in modules]
+    names = [str(tap) for growth in growths for tap, _ in container_taps([growth])]
+    assert names == ["kept.#0 None"] * 2

@@ -115,3 +115,14 @@ def test_a_tensor_that_is_also_where_nothing_can_be_put_is_not_found() -> None:
     net.variable = contextvars.ContextVar("variable")
     net.variable.set(one)
     assert Snapshot([net]).spots_of({id(one)}) is None
+
+
+def test_names_are_the_same_where_keys_are_identities() -> None:
+    names = set()
+    for _ in range(2):
+        net, tensor = Net(), torch.zeros(1)
+        vars(net)["kept"] = {id(net): torch.ones(1), object(): tensor, "last": torch.ones(1)}
+        [found] = Snapshot([net]).spots_of({id(tensor)}) or []
+        assert found.spot.read() is tensor
+        names.add(found.spot.name)
+    assert names == {"Net.kept.#1"}

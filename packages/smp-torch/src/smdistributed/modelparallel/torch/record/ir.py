@@ -257,7 +257,7 @@ class Node:
         for spot, content in self.lent:
             found = "nothing" if content is MISSING else text(content, name)
             draw += f" lent {spot.name} {found}"
-        draw += "".join(f" tap {tap.name} {tap.call} {tap.path}" for tap in self.taps)
+        draw += "".join(f" tap {tap}" for tap in self.taps)
         return (
             f"{self.kind.value} {self.name} {text(self.args, name)} {text(self.kwargs, name)}{draw}"
         )

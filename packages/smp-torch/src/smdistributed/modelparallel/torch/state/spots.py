@@ -152,6 +152,15 @@ class Found(NamedTuple):
     lists: Set[int]
 
 
+def name_of_key(key: Any, place: int) -> str:
+    """Returns a name of an entry that is the same on every rank.
+
+    Numbers and objects may stand for something by its identity, such as ``id(module)``, which
+    differs between processes: they are named by their place among the entries.
+    """
+    return key if isinstance(key, str) else getattr(key, "__name__", f"#{place}")
+
+
 def spots_of(held: Sequence[Holder], wanted: Set[int]) -> list[Found] | None:
     """Finds tensors in what code can reach.
 
@@ -169,9 +178,9 @@ def spots_of(held: Sequence[Holder], wanted: Set[int]) -> list[Found] | None:
     covered: set[int] = set()
     while pending:
         holder, way, kind = pending.pop(0)
-        for key, value in _entries(holder):
-            text = key if isinstance(key, str | int) else getattr(key, "__name__", "")
-            spot = Spot(way.root, (*way.steps, Step(kind, key)), f"{way.name}.{text}")
+        for place, (key, value) in enumerate(_entries(holder)):
+            name = f"{way.name}.{name_of_key(key, place)}"
+            spot = Spot(way.root, (*way.steps, Step(kind, key)), name)
             inside: set[int] = set()
             content = _as_it_was(value, lists, inside)
             if _has(content, wanted):

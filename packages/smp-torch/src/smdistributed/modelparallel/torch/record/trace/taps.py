@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import run_eagerl
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES, is_users
+from smdistributed.modelparallel.torch.state.spots import name_of_key
 from smdistributed.modelparallel.torch.tensors.nested import Path, follow, tensor_paths
 
 _ROWS = (list, collections.deque)
@@ -56,7 +57,8 @@ class Tap(NamedTuple):
             return tensors; None for an attribute, and for what is in a container, which are read
             when the leaf has returned.
         path: where in the result, or the name of the attribute.
-        name: of the inner module, the container or the function, the same on every rank.
+        name: of the inner module, the entry of the container or the function, the same on every
+            rank.
         num_calls: of a function, how many calls return tensors; a replay must make as many.
     """
 
@@ -65,6 +67,11 @@ class Tap(NamedTuple):
     path: Path
     name: str
     num_calls: int = 0
+
+    def __str__(self) -> str:
+        """Says which one it is, the same on every rank."""
+        path = "" if isinstance(self.module, Kept) else f" {self.path}"  # it has the key itself
+        return f"{self.name} {self.call}{path}"
 
 
 def attribute_taps(leaf: nn.Module, names: dict[nn.Module, str]) -> Iterator[tuple[Tap, Any]]:
@@ -84,13 +91,12 @@ def container_taps(grown: Iterable[Growth]) -> Iterator[tuple[Tap, torch.Tensor]
     Not those at the end of lists: where that is, calls for other microbatches decide.
     """
     for growth in grown:
-        for key, value in growth.added.items():
+        for place, (key, value) in enumerate(growth.added.items()):
             has_place = isinstance(growth.obj, dict) or key in growth.before
             if isinstance(value, FakeTensor) and has_place:
-                yield (
-                    Tap(Kept(growth.obj), None, (("attribute", "obj"), ("item", key)), growth.name),
-                    value,
-                )
+                name = f"{growth.name}.{name_of_key(key, place)}"
+                path = (("attribute", "obj"), ("item", key))
+                yield Tap(Kept(growth.obj), None, path, name), value
 
 
 def function_taps(
