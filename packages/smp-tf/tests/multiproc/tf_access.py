@@ -207,7 +207,13 @@ def _tried(ways: dict[str, Callable[[Values], Any]], values: Values, as_graph: b
     found: dict[str, Any] = {}
     for name, way in ways.items():
         try:
-            result = tf.function(lambda way=way: way(values))() if as_graph else way(values)
+            if as_graph:
+                # AutoGraph, which parses this whole table for each way, has nothing to convert in
+                # them: one shows that it follows them.
+                converts = name == next(iter(ways))
+                result = tf.function(lambda way=way: way(values), autograph=converts)()
+            else:
+                result = way(values)
             found[name] = [] if result is None else tf.nest.map_structure(_plain, result)
         except SMPError as error:
             found[name] = f"refused: {error}"
