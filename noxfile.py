@@ -92,7 +92,8 @@ ON_DEVICES = {
 #: Files of tests that start processes of PyTorch and that the third lane of ``tests`` runs: lanes
 #: are to take as long as each other.
 IN_THIRD_LANE = tuple(
-    f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in ("plan", "restarts", "experts")
+    f"packages/smp-torch/tests/multiproc/test_{name}.py"
+    for name in ("plan", "restarts", "experts", "formats", "context_parallel")
 )
 #: Tests of these kinds start processes.
 PROCESSES = ("multiproc", "architectures", "failures")
