@@ -45,7 +45,14 @@ CAUSES = {
     "stop": ("did not answer", "did not take part", "Timed out"),
     "exception": ("planted failure",),
     "exit": ("sys.exit(7)",),
-    "system-exit": ("sys.exit(7)", "has ended", "has died", "exitcode: 7", "exitcode  : 7"),
+    "system-exit": (
+        "sys.exit(7)",
+        "has ended",
+        "have ended",
+        "has died",
+        "exitcode: 7",
+        "exitcode  : 7",
+    ),
     "deadlock": ("did not answer", "did not take part"),
 }
 
