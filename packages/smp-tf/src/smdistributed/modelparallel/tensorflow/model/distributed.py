@@ -16,6 +16,7 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.tensorflow.compat import autograph, keras
 from smdistributed.modelparallel.tensorflow.model.engine import Engine
@@ -149,17 +150,24 @@ class DistributedModel(KerasTraining):
         own: Any = getattr(self, "wrapped", super())
         write_weights(self._smp_engine, lambda: own.save_weights(*args, **kwargs))
 
-    def load_weights(self, *args: Any, **kwargs: Any) -> None:
+    def load_weights(self, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Reads weights as Keras does, those of an optimizer left out.
 
         Collective: every process of the pipeline; each reads the file, and keeps its own weights.
+
+        Args:
+            filepath: of the first process of the pipeline, which has written what ``save_weights``
+                wrote: others may have made temporary folders of their own.
+            args, kwargs: as of Keras.
 
         Raises:
             NotPartitionedError: the model has no weights before its first call in a step function.
             CheckpointError: they could not be read.
         """
         own: Any = getattr(self, "wrapped", super())
-        read_weights(self._smp_engine, lambda: own.load_weights(*args, **kwargs))
+        engine = self._smp_engine
+        path = engine.runtime.communicator.from_first(os.fspath(filepath), CommGroup.PP_GROUP)
+        read_weights(engine, lambda: own.load_weights(path, *args, **kwargs))
 
     def save(self, *args: Any, **kwargs: Any) -> None:
         """Writes the model in this one as Keras does, for ``tf.keras.models.load_model``.
