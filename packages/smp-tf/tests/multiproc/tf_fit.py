@@ -148,7 +148,7 @@ def outputs(side: Side) -> Found:
             self.body = L.Dense(8, "tanh", name="body")
             penalty = tf.keras.regularizers.L2(0.01)
             self.heads = {
-                name: L.Dense(2, kernel_regularizer=penalty, name=name) for name in ("a", "b", "c")
+                name: L.Dense(2, kernel_regularizer=penalty, name=name) for name in ("c", "a", "b")
             }
 
         def call(self, x: Any, training: Any = None) -> Any:
@@ -162,7 +162,7 @@ def outputs(side: Side) -> Found:
     x, _ = _data()
     targets = {"a": x[:, :2], "b": x[:, 2:4]}
     model.compile(
-        tf.keras.optimizers.SGD(0.1, momentum=0.9),
+        tf.keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True, ema_momentum=0.5),
         loss={"a": "mse", "b": "mae"},
         loss_weights={"a": 2.0, "b": 0.5},
     )

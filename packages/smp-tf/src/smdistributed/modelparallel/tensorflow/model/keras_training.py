@@ -120,11 +120,11 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         gradients, loss, *outputs = self._smp_step("train")(x, y, sample_weight)
         gradients, loss = weighed_by_masks(self, gradients, loss, *outputs)
         runtime = self._smp_engine.runtime
-        pairs = list(zip(gradients, self.trainable_variables, strict=True))
-        trained = [variable for gradient, variable in pairs if gradient is not None]
-        given = [gradient.accumulate() for gradient, _ in pairs if gradient is not None]
-        means = keras.unscaled(self.optimizer, [averaged(runtime, each) for each in given])
-        self.optimizer.apply_gradients(zip(means, trained, strict=True))
+        given = [each.accumulate() for each in gradients if each is not None]
+        means = iter(keras.unscaled(self.optimizer, [averaged(runtime, each) for each in given]))
+        # With those that have no gradient, as Keras: the optimizer is made for all.
+        whole = [None if each is None else next(means) for each in gradients]
+        self.optimizer.apply_gradients(zip(whole, self.trainable_variables, strict=True))
         metrics: dict[str, Any] = self._smp_metrics(x, y, sample_weight, loss, outputs)
         return metrics
 
