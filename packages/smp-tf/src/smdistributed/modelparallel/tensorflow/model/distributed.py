@@ -98,6 +98,16 @@ class DistributedModel(KerasTraining):
         call.__signature__ = signature  # type: ignore[attr-defined]
         object.__setattr__(self, "call", call)
 
+    @tf.keras.Model.layers.getter  # type: ignore[untyped-decorator]  # keeps Keras's setter
+    def layers(self) -> list[Any]:
+        """The layers as they are without the library: those of a model that was given to this one.
+
+        So ``get_layer`` finds them, and ``layers[:-1]`` freezes as many.
+        """
+        own: Any = getattr(self, "wrapped", super())
+        found: list[Any] = own.layers
+        return found
+
     def save_model(self, save_path: str | os.PathLike[str] = DEFAULT_FOLDER) -> None:
         """Writes the whole model with its present weights as a SavedModel.
 
