@@ -8,7 +8,9 @@ Each process has one core, or one GPU where there are any; a GPU wants a larger 
 ``throughput``: a step of two partitions against the same step in one process. Two processes that
 share a machine slow each other down, library or not, so two independent ones run side by side too:
 the ideal is what a perfect pipeline would gain over one process (M * P / (M + P - 1)) times what
-two processes gain (``ceiling``) over the two that there are.
+two processes gain (``ceiling``) over the two that there are. ``work`` is the CPU time of all
+processes for such a step, over that of one of the independent ones: others that use the cores
+disturb it less than they do seconds.
 
 ``first``: seconds of the first call of a step function, beside those of a later one: what tracing,
 partitioning and building the graph cost; ``plain_s`` is the first call of the plain step.
@@ -132,12 +134,13 @@ def plain(options: argparse.Namespace) -> Step:
     return step
 
 
-def seconds(step: Callable[[], Any], repeats: int) -> float:
-    """Returns the mean time of a step whose first result is a loss."""
-    start = time.perf_counter()
+def seconds(step: Callable[[], Any], repeats: int) -> tuple[float, float]:
+    """Returns the mean time of a step whose first result is a loss, and its CPU time here."""
+    start = time.perf_counter(), time.process_time()
     for _ in range(repeats):
         step()[0].numpy()
-    return (time.perf_counter() - start) / repeats
+    wall, cpu = start
+    return (time.perf_counter() - wall) / repeats, (time.process_time() - cpu) / repeats
 
 
 def throughput(options: argparse.Namespace) -> dict[str, float]:
@@ -149,22 +152,24 @@ def throughput(options: argparse.Namespace) -> dict[str, float]:
     rounds = []
     for _ in range(options.rounds):
         smp.barrier()
-        alone = seconds(lambda: own(x, y), 2) if smp.rank() == 0 else 0.0
+        alone, _ = seconds(lambda: own(x, y), 2) if smp.rank() == 0 else (0.0, 0.0)
         smp.barrier()
-        together = seconds(lambda: own(x, y), 2)
+        together, independent = seconds(lambda: own(x, y), 2)
         smp.barrier()
-        split = seconds(lambda: pipeline(x, y), 2)
-        rounds.append(smp.allgather((alone, together, split), smp.WORLD))
+        split, shared = seconds(lambda: pipeline(x, y), 2)
+        smp.barrier()
+        rounds.append(smp.allgather((alone, together, split, independent, shared), smp.WORLD))
     ranks = smp.size()
     ideal = MICROBATCHES * ranks / (MICROBATCHES + ranks - 1)
     rows = []
     for each in rounds:
-        alone, together, split = (max(column) for column in zip(*each, strict=True))
+        alone, together, split, *_ = (max(column) for column in zip(*each, strict=True))
+        *_, independent, shared = (sum(column) for column in zip(*each, strict=True))
         ceiling = ranks * alone / together
-        rows.append(
-            (alone, split, alone / split, ceiling, alone / split / (ideal * ceiling / ranks))
-        )
-    names = ("alone_s", "split_s", "speedup", "ceiling", "share_of_ideal")
+        share = alone / split / (ideal * ceiling / ranks)
+        work = shared / (independent / ranks)
+        rows.append((alone, split, alone / split, ceiling, share, work))
+    names = ("alone_s", "split_s", "speedup", "ceiling", "share_of_ideal", "work")
     medians = (statistics.median(column) for column in zip(*rows, strict=True))
     return dict(zip(names, medians, strict=True))
 
@@ -176,10 +181,10 @@ def first(options: argparse.Namespace) -> dict[str, float]:
     for _ in range(options.rounds):
         step = distributed(options)
         smp.barrier()
-        calls = [seconds(lambda: step(x, y), 1) for _ in range(3)]  # noqa: B023 - used at once
+        calls = [seconds(lambda: step(x, y), 1)[0] for _ in range(3)]  # noqa: B023 - used at once
         own = plain(options)
         smp.barrier()
-        found.append((calls[0], calls[2], seconds(lambda: own(x, y), 1)))  # noqa: B023
+        found.append((calls[0], calls[2], seconds(lambda: own(x, y), 1)[0]))  # noqa: B023
     names = ("first_s", "later_s", "plain_s")
     medians = (statistics.median(column) for column in zip(*found, strict=True))
     return dict(zip(names, medians, strict=True))

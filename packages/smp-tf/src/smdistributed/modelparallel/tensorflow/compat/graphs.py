@@ -194,10 +194,19 @@ def function_of(
     return atomic_function.from_func_graph(name, graph, how)
 
 
-def call(function: Any, inputs: Sequence[Any]) -> Operation:
-    """Calls a function of ``function_of`` in the present graph; returns the operation."""
+def call(function: Any, inputs: Sequence[Any], executor: str) -> Operation:
+    """Calls a function of ``function_of`` in the present graph; returns the operation.
+
+    Args:
+        function: what is called.
+        inputs: tensors of the graph.
+        executor: what runs it, see ``executors``.
+    """
     graph = ops.get_default_graph()
-    options = context.context().function_call_options.as_attrs()
+    options = {
+        **context.context().function_call_options.as_attrs(),
+        "executor_type": executor,
+    }
     atomic_function.make_call_op_in_graph(function, list(inputs), options)
     return graph.get_operations()[-1]
 

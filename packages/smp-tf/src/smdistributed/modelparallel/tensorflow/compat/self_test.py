@@ -15,6 +15,7 @@ from tensorflow.python.eager import context
 
 from smdistributed.modelparallel.tensorflow.compat import (
     autograph,
+    executors,
     functions,
     graphs,
     keras,
@@ -512,7 +513,9 @@ def _test_graphs() -> None:
             read = variable.read_value()
             with unrecorded():
                 graph = tf.compat.v1.get_default_graph()
-                operation = graphs.call(function, [x, graphs.capture(graph, handle)])
+                operation = graphs.call(
+                    function, [x, graphs.capture(graph, handle)], executors.SINGLE_THREADED
+                )
                 graphs.keep(graph, [operation])
             result, *_ = with_gradient(
                 [operation.outputs[0], read], lambda dy, _: [None, 5.0 * dy], "SmpSelfTest"

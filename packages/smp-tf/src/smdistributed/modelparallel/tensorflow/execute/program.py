@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from smdistributed.modelparallel.common.planning.schedule import Kind
-from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat import executors, graphs
 from smdistributed.modelparallel.tensorflow.execute.random import RandomOperations
 from smdistributed.modelparallel.tensorflow.planning.placement import is_constant
 from smdistributed.modelparallel.tensorflow.planning.segments import Pass, Plan
@@ -40,6 +40,7 @@ class Program:
         outputs: tensors of the trace that others need.
         read: names of captured resources that it only reads.
         changed: names of those that it may change.
+        executor: what runs it, see ``executors``.
     """
 
     one: Pass
@@ -48,6 +49,7 @@ class Program:
     outputs: list[Any]
     read: list[str]
     changed: list[str]
+    executor: str
 
 
 class LocalPrograms:
@@ -58,6 +60,7 @@ class LocalPrograms:
         partition: of this process.
         unseeded: see ``RandomOperations``.
         is_alone: this is the only process.
+        has_one_core: this process computes on one core, and on no other device.
 
     Attributes:
         plan: as given.
@@ -66,8 +69,11 @@ class LocalPrograms:
         sent: transfers from this process.
     """
 
-    def __init__(self, plan: Plan, partition: int, unseeded: int, is_alone: bool) -> None:
+    def __init__(
+        self, plan: Plan, partition: int, unseeded: int, is_alone: bool, has_one_core: bool
+    ) -> None:
         self.plan = plan
+        self._has_one_core = has_one_core
         self.received = [each for each in plan.transfers if each.target == partition]
         trace = plan.trace
         self._random = RandomOperations(trace.graph, trace.operations, unseeded, is_alone, _DROPPED)
@@ -133,7 +139,10 @@ class LocalPrograms:
         used = self.plan.resources[one]
         read = [name for name, is_changed in used.items() if not is_changed]
         changed = [name for name, is_changed in used.items() if is_changed]
-        return Program(one, function, inputs, outputs, read, changed)
+        executor = executors.USUAL
+        if self._has_one_core:
+            executor = executors.executor_of(graph.get_operations())
+        return Program(one, function, inputs, outputs, read, changed, executor)
 
 
 def _order(program: Program) -> tuple[bool, int]:

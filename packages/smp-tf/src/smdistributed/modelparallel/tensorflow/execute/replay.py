@@ -200,7 +200,7 @@ class Replay:
             read = [values[name] for name in program.read]
             changed = [values[name] for name in program.changed]
             with tf.control_dependencies(resources.before(read, changed)):
-                operation = graphs.call(program.function, [key, *operands])
+                operation = graphs.call(program.function, [key, *operands], program.executor)
             resources.after(operation, read, changed)
             kept.append(operation)
             made.operations[program.one] = operation

@@ -244,7 +244,13 @@ class Engine:
         plan = self._planned(tensors, traced)
         progress.stage = f"the passes of {self.name} in this process"
         is_alone = runtime.transport.size == 1
-        local = LocalPrograms(plan, runtime.coordinates.pp_rank, runtime.unseeded, is_alone)
+        local = LocalPrograms(
+            plan,
+            runtime.coordinates.pp_rank,
+            runtime.unseeded,
+            is_alone,
+            runtime.has_one_core,
+        )
         metrics = {id(variable) for variable in keras.variables_of_metrics(self.model)}
         self._variables.settle(self.placement.homes, every, self._default_partition, metrics)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())

@@ -43,15 +43,17 @@ from smdistributed.modelparallel.tensorflow.compat.variables import checked_acce
 from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
 from smdistributed.modelparallel.tensorflow.parameters.moments import Moments
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
+from smdistributed.modelparallel.tensorflow.runtime.cores import (
+    Cores,
+    has_one_device,
+    have_threads,
+)
 from smdistributed.modelparallel.tensorflow.runtime.departures import Departures, last_words
 from smdistributed.modelparallel.tensorflow.runtime.drawing import draw_alike
 from smdistributed.modelparallel.tensorflow.runtime.overdue import Overdue
 from smdistributed.modelparallel.tensorflow.runtime.rendezvous import Rendezvous
 from smdistributed.modelparallel.tensorflow.runtime.watch import Watch
 
-#: TensorFlow starts transfers in the threads that execute operations. If all of them are busy with
-#: the next pass, what others wait for is sent after it, and the pipeline runs one rank at a time.
-_FEWEST_THREADS = 4
 #: Calls after which nothing can be under way any more that a call has left.
 _SURVIVING_CALLS = 1000
 
@@ -68,6 +70,7 @@ class TFRuntime(Runtime):
         rendezvous: of the processes of this pipeline.
         step_number: a variable that counts the steps, for random numbers.
         unseeded: what random operations without seeds draw from; the same on all processes.
+        has_one_core: this process computes on one core, and on no other device.
         calls: see ``processes.surviving_calls``.
         replacements: what ends with the library: functions that stand replaced, and the watch.
         engines: what executes the models of the script.
@@ -84,6 +87,7 @@ class TFRuntime(Runtime):
     rendezvous: Rendezvous
     step_number: Any
     unseeded: int
+    has_one_core: bool
     calls: deque[Any]
     replacements: ExitStack = field(default_factory=ExitStack)
     engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
@@ -155,7 +159,7 @@ def start(
     if settings.horovod:
         _start_horovod(topology.members(CommGroup.DP_GROUP, transport.rank))
     if transport.size > 1:
-        _have_threads(transport.local_size)
+        have_threads(transport.local_size)
         address = f"{own_address(transport)}:{free_port()}"
         addresses = communicator.allgather(address, CommGroup.WORLD)
         processes.join_cluster(addresses, transport.rank, use_nccl=bool(gpus))
@@ -185,9 +189,12 @@ def start(
     if len(pipeline) > 1:
         communicator.before_calls(rendezvous.before_call)
         draw_alike(communicator)
-    unseeded = secrets.randbits(60)
+    unseeded, cores = secrets.randbits(60), Cores.here(transport.hostname)
+    every = [cores]
     if transport.size > 1:
-        unseeded = communicator.allgather(unseeded, CommGroup.WORLD)[0]
+        found = communicator.allgather((unseeded, cores), CommGroup.WORLD)
+        unseeded, every = found[0][0], [each for _, each in found]
+    has_one_core = cores.number_each(every) == 1 and has_one_device()
     runtime = TFRuntime(
         config=settings,
         topology=topology,
@@ -200,6 +207,7 @@ def start(
         rendezvous=rendezvous,
         step_number=step_number,
         unseeded=unseeded,
+        has_one_core=has_one_core,
         calls=calls,
         replacements=replacements,
     )
@@ -238,20 +246,6 @@ def _come_first() -> None:
             "made a tensor or a variable: call smp.init first, also before optimizers, which make "
             "variables as soon as they are made."
         )
-
-
-def _have_threads(num_processes: int) -> None:
-    """Gives TensorFlow threads for transfers beside the one that computes.
-
-    Args:
-        num_processes: of this host.
-    """
-    cores = os.cpu_count() or 1
-    asked = tf.config.threading.get_inter_op_parallelism_threads()
-    fewest = max(_FEWEST_THREADS, asked or cores)
-    tf.config.threading.set_inter_op_parallelism_threads(fewest)
-    if fewest * num_processes > cores:
-        processes.let_idle_threads_sleep()
 
 
 def _start_horovod(members: tuple[int, ...]) -> None:
