@@ -1,8 +1,8 @@
 """Small training scripts, run as plain PyTorch and with the library.
 
 A script has a class ``Net`` and a function ``body(model, x, y)`` that returns the loss; ``NET`` is
-its model. Losses, gradients and buffers must be the same, or the library must refuse it with an
-error of its own.
+its model. If it has ``kept()``, that returns what it has stored, on every rank. Losses, gradients,
+buffers and what is stored must be the same, or the library must refuse it with an error of its own.
 """
 
 from __future__ import annotations
@@ -76,12 +76,26 @@ def _plainly(names: dict[str, Any], between: Between, net: nn.Module) -> list[An
             for name, each in net.named_parameters()
         }
         buffers = {name: each.clone() for name, each in net.named_buffers()}
-        found.append((losses, gradients, buffers))
+        found.append((losses, gradients, buffers, _kept(names)))
     return found
 
 
-def _difference(expected: Any, found: Any, model: Any) -> str:
-    losses, gradients, buffers = expected
+def _kept(names: dict[str, Any]) -> list[Any]:
+    """Returns what a script says that it has stored: numbers, tensors and texts."""
+    found = names["kept"]() if "kept" in names else []
+    return [each if isinstance(each, str) else np.array(each, float) for each in found]
+
+
+def _is_close(one: Any, other: Any) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return bool(one == other)
+    return one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def _difference(expected: Any, found: Any, model: Any, kept: list[Any]) -> str:
+    losses, gradients, buffers, stored = expected
+    if len(stored) != len(kept) or not all(map(_is_close, stored, kept)):
+        return f"wrong: stored {kept} instead of {stored}"
     for one, other in zip(losses, found.outputs, strict=True):
         if not (one - other).abs() <= LOSS_TOLERANCE * max(1.0, float(one.abs())):
             return f"wrong: loss {other.item()} instead of {one.item()}"
@@ -136,7 +150,9 @@ def outcome_of(script: str, between: Between) -> str:
         step = smp.step(names["body"])
         runs = _train(names, between, lambda x, y: step(model, x, y), net, model)
         # To the end, whatever this rank finds: the others go on.
-        differences = [_difference(*each, model) for each in zip(expected, runs, strict=True)]
+        differences = [
+            _difference(*each, model, _kept(names)) for each in zip(expected, runs, strict=True)
+        ]
         split = is_split(model)
         if any(differences):
             return next(filter(None, differences))

@@ -2,8 +2,9 @@
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
-``kept_features`` and ``at_rest`` generate the scripts. What is refused says why; nothing may give
-other numbers than plain PyTorch. Every run tries a part that goes through all of them in strides.
+``kept_features``, ``derived_numbers`` and ``at_rest`` generate the scripts. What is refused says
+why; nothing may give other numbers than plain PyTorch. Every run tries a part that goes through all
+of them in strides.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import around
 import asked
 import at_rest
 import between
+import derived_numbers
 import kept_features
 import layers
 import loops
@@ -60,6 +62,7 @@ STRIDES = {
     "gradients": 256,
     "asked": 340,
     "features": 128,
+    "derived": 523,
     "at rest": 40,
 }
 
@@ -139,10 +142,11 @@ POPULATIONS = {
     "gradients": mixed(several_gradients.HOOKED),
     "asked": mixed(asked.ASKED),
     "features": mixed(kept_features.KEPT),
+    "derived": mixed(derived_numbers.DERIVED),
     "at rest": mixed(at_rest.ACTS),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
-ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features")
+ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features", "derived")
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
 #: Where ranks have parts of parameters, which are whole between two steps.
@@ -278,6 +282,11 @@ def try_features(names: Sequence[str]) -> dict[str, str]:
     return {name: kept_features.KEPT[name]() for name in names}
 
 
+def try_derived(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some scripts whose forward hooks store what they compute."""
+    return {name: derived_numbers.DERIVED[name]() for name in names}
+
+
 def try_hooks(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some scripts that look at gradients of activations."""
     return {name: activation_hooks.SCRIPTS[name]() for name in names}
@@ -304,6 +313,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "gradients": try_gradients,
     "asked": try_asked,
     "features": try_features,
+    "derived": try_derived,
     "at rest": try_at_rest,
 }
 
@@ -324,6 +334,17 @@ def test_what_a_module_computes_and_keeps_is_seen_by_code_outside(worlds: Worlds
     ]
     for found in run(worlds, WORLDS["pp2"], try_features, names):
         assert set(found.values()) == {"exact"}
+
+
+def test_what_forward_hooks_compute_and_store_is_there_on_every_rank(worlds: Worlds) -> None:
+    names = ["average, inner, next step", "named number, before, step", "maximum, layer, after"]
+    for found in run(worlds, WORLDS["pp2"], try_derived, names):
+        assert set(found.values()) == {"exact"}
+
+
+def test_a_hook_that_computes_with_what_its_module_overwrites_is_refused(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["pp2"], try_derived, ["number, overwritten, after"]):
+        assert all("writes to afterwards" in each for each in found.values())
 
 
 def test_a_number_that_an_inner_module_sets_on_one_around_its_own_is_refused(
@@ -395,6 +416,7 @@ def test_the_population_is_large_enough() -> None:
     assert len(several_gradients.HOOKED) >= 1000
     assert len(asked.ASKED) >= 1000
     assert len(at_rest.ACTS) >= 330
+    assert len(derived_numbers.DERIVED) >= 1400
     assert len(POPULATIONS["uses"]) >= 150
 
 

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wa
 from smdistributed.modelparallel.torch.planning.recomputing import can_repeat, how_again, parts_of
 from smdistributed.modelparallel.torch.planning.runs import runs_of
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import hooks_off
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import lifted
 from smdistributed.modelparallel.torch.record.calls.regions import Again
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
@@ -174,6 +175,7 @@ class Program:
             "checked": _checked,
             "alike": _alike,
             "lifted": lifted,
+            "hooks_off": hooks_off,
         }
         self._constants: dict[int, str] = {}
         lines = self._lines(segment)
@@ -315,6 +317,8 @@ class Program:
                 seeded += f", {self._constant(guard)}.on()"
             if node.lifted or node.lifts:
                 seeded += f", lifted({self._constant(node.lifted)})"
+            if node.outside:
+                seeded += f", hooks_off({self._constant(node.outside)})"
             for spot, content in node.lent:
                 seeded += f", {self._constant(spot)}.showing({self._expression(content)})"
             seeded += ": "

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     past_subclass_functions,
 )
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import ForwardHooks
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHooks
 from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 from smdistributed.modelparallel.torch.tensors.spec import attributes_shown, show_attributes
@@ -108,6 +109,7 @@ class FakeModel:
             (module._buffers, slot) for module, slot in self._tensors if slot in module._buffers
         ]
         self.hooks: GradientHooks = GradientHooks() if former is None else former.hooks
+        self.forward_hooks = ForwardHooks(self.names)
         self.hooks.look(self.named_parameters())
 
     @property

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import Spot as HookSpot
 from smdistributed.modelparallel.torch.record.calls.regions import Region
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
@@ -155,6 +156,7 @@ class Node:
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         lifted, lifts: LEAF: what is lifted out of it, as of its entry.
+        outside: LEAF: where forward hooks are that are lifted out of it.
         taken: LEAF: containers that have in the end what they had before its call.
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
@@ -189,6 +191,7 @@ class Node:
     rewrites: bool = False
     lifted: tuple[nn.Module, ...] = ()
     lifts: bool = False
+    outside: tuple[HookSpot, ...] = ()
     taken: list[Any] = field(default_factory=list)
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
@@ -270,6 +273,7 @@ class Node:
             and (self.switches, self.default_dtype) == (other.switches, other.default_dtype)
             and self.flags == other.flags
             and (self.lifted, self.lifts) == (other.lifted, other.lifts)
+            and self.outside == other.outside
             and self.values == other.values
             and (self.draw, self.replicated) == (other.draw, other.replicated)
             and _same_target(self.target, other.target)

@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.record.questions.question import Question
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace.constants import Constants
+from smdistributed.modelparallel.torch.record.trace.overwritten import check_not_overwritten
 from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, Trace
 from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.carried import Carried, Contents, copied
@@ -89,6 +90,7 @@ class Microbatch:
         specs: by id, how tensors look now that calls have changed the looks of.
         grown: what leaves have added to containers that others see.
         pending: the numbers that were taken from activations.
+        overwritten: the memory that a leaf has written to since it called the hook that runs now.
         given: the question that was asked last without an entry for its answer, and the answer.
         ahead: asks questions about activations.
         spans: the calls of modules, while these are open.
@@ -113,6 +115,7 @@ class Microbatch:
         self.pending: list[PendingNumber] = []
         self.given: tuple[Question, Any] | None = None
         self.ahead: Ahead | None = None
+        self.overwritten: frozenset[int] = frozenset()
         self._generators = context.random.state()
         self.let_go()
 
@@ -229,6 +232,9 @@ class Microbatch:
 
     def add(self, entry: Entry) -> None:
         """Writes an entry down."""
+        entry.is_of_hook = self._context.state.outside > 0
+        if self.overwritten:
+            check_not_overwritten(entry, self.overwritten)
         values = self.go_live()
         values.take(entry)
         if self._context.state.leaf_depth:

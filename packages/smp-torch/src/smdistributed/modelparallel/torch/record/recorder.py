@@ -33,10 +33,12 @@ from smdistributed.modelparallel.torch.record.calls.activation_gradients import 
     OF_GRADIENTS,
     ActivationGradients,
 )
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import ForwardHook
 from smdistributed.modelparallel.torch.record.calls.interception import intercepted
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.new import NewCalls
 from smdistributed.modelparallel.torch.record.calls.of_leaves import LeafCalls
+from smdistributed.modelparallel.torch.record.calls.outside import OutsideHooks
 from smdistributed.modelparallel.torch.record.calls.refusals import (
     NowhereError,
     exchanges_stand_ins,
@@ -61,6 +63,10 @@ from smdistributed.modelparallel.torch.record.questions.question import Before, 
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import strays
+from smdistributed.modelparallel.torch.record.trace.overwritten import (
+    check_not_overwritten,
+    overwritten,
+)
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.switches import positions
@@ -125,6 +131,8 @@ class Recorder(TorchFunctionMode):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._scene.in_place())
             stack.enter_context(intercepted(self, list(self._scene.names)))
+            for model in self._scene.models:
+                stack.enter_context(model.forward_hooks.intercepted(self._call_hook))
             stack.enter_context(self._attributes.watched())
             stack.enter_context(torch.random.fork_rng(devices=[]))
             stack.enter_context(quiet_fakes())
@@ -278,7 +286,9 @@ class Recorder(TorchFunctionMode):
         self._new = NewCalls(self._context, now)
         self._gradients = ActivationGradients(self._context, now, self._known, self._attributes)
         now.ahead = Ahead(self._context, now, self._known, self._new.make, self._attributes)
-        self._leaves = LeafCalls(self._context, now, self._known, self._attributes, self._gradients)
+        self._outside = OutsideHooks(self._context, now, self._attributes, self._gradients)
+        parts = self._known, self._attributes, self._gradients, self._outside
+        self._leaves = LeafCalls(self._context, now, *parts)
         self._state.begin()
         self._calls.begin()
 
@@ -364,6 +374,11 @@ class Recorder(TorchFunctionMode):
                 raise span.left_behind
         own = {key for span in done for key in span.snapshot.changed}
         for span in done:
+            inside = opened.log[span.start : span.end]
+            for position, entry in enumerate(inside):
+                if entry.is_of_hook:
+                    check_not_overwritten(entry, overwritten(inside[position:]))
+            self._attributes.refuse_own([span.entry], span.set_outside)
             self._leaves.note_borrowed(span, opened.log)
             self._attributes.refuse_difference([span.entry], span.snapshot, own)
         for span in opened.spans:
@@ -547,6 +562,10 @@ class Recorder(TorchFunctionMode):
             raise refused(self._calls.where())
         if span is not None:
             span.refused = refused
+
+    def _call_hook(self, hook: ForwardHook, args: Any, kwargs: Any) -> Any:
+        """Stands in for the call of a forward hook."""
+        return self._outside.call(hook, args, kwargs)
 
     def call_module(
         self,

@@ -18,6 +18,7 @@ class RunState:
         is_open: no module is a leaf yet.
         paused: how many reasons there are to record nothing.
         leaf_depth: how many leaves the run is inside of.
+        outside: how many hooks that are lifted out of modules the run is inside of.
         region: the checkpointed call that it is inside of; None outside.
         written_again: identities of the buffers that regions wrote to, which write to them again
             when they are computed again.
@@ -33,6 +34,7 @@ class RunState:
     is_open: bool
     paused: int = 0
     leaf_depth: int = 0
+    outside: int = 0
     region: Region | None = None
     num_regions: int = 0
     written_again: list[int] = field(default_factory=list)
@@ -46,7 +48,7 @@ class RunState:
 
     def begin(self) -> None:
         """Starts a microbatch."""
-        self.paused = self.leaf_depth = self.num_regions = 0
+        self.paused = self.leaf_depth = self.outside = self.num_regions = 0
         self.region = None
         self.possible.clear()
         self.written_again.clear()

@@ -14,6 +14,7 @@ from torch.nn.modules import module as module_hooks
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import ForwardHooks, Signature
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
     LiftedHooks,
     has_gradient_hooks,
@@ -21,6 +22,7 @@ from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.record.ir import Leaf
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHook
+from smdistributed.modelparallel.torch.record.leaves.surroundings import Surroundings
 from smdistributed.modelparallel.torch.record.trace.stored import fakes_in
 from smdistributed.modelparallel.torch.record.trace.taps import has_hooks_of_packages
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, Seen
@@ -106,6 +108,27 @@ class Scene:
             for module in self.inner[leaf]:
                 self.leaf_of.setdefault(module, leaf)
 
+    def forward_hooks_of(self, module: nn.Module) -> ForwardHooks:
+        """Returns the forward hooks of the model that a module is part of."""
+        return next(each.forward_hooks for each in self.models if module in each.names)
+
+    def forward_hooks_in(self, modules: Sequence[nn.Module]) -> Signature:
+        """Returns which forward hooks are on some modules of a leaf."""
+        return self.forward_hooks_of(modules[0]).signature(modules)
+
+    def seen_around(self, module: nn.Module) -> Surroundings:
+        """Returns what a module goes by, and all that may be called with it on one rank."""
+        model = next(each for each in self.models if module in each.names)
+        outermost = module
+        if module not in self.roots:
+            outermost = model.model.get_submodule(self.names[module].partition(".")[0])
+        hooks = [each.stand_in for each in model.forward_hooks.on(outermost.modules())]
+        return Surroundings(outermost, hooks)
+
+    def forget_reach(self) -> None:
+        """Takes note that what modules, and code outside of them, can reach is to be found anew."""
+        self._reach = {}
+
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Puts the fakes into the models, and the real tensors back afterwards."""
@@ -176,8 +199,9 @@ class Scene:
         moved: Container[int] = (),
     ) -> Snapshot:
         """Returns the Python state that a leaf can reach; hooks that are lifted out are not its."""
+        hooks = (hook.stand_in for model in self.models for hook in model.forward_hooks.lifted())
         with self.lifted.taken_off(self.lifted.modules):
-            return Snapshot(leaf.modules(), code, moved=moved)
+            return Snapshot(leaf.modules(), code, hooks, moved)
 
     def hooks_in(self, leaf: nn.Module) -> list[GradientHook]:
         """Returns the hooks on the gradients of the parameters in a leaf."""
@@ -312,7 +336,9 @@ class Scene:
         if leaf not in self._reach:
             if leaf is None:
                 rest = [module for module in self.names if module not in self.leaf_of]
-                self._reach[None] = Snapshot(rest, self._code, self.leaf_of.keys()).places()
+                hooks = (each for model in self.models for each in model.forward_hooks.lifted())
+                code = [*self._code, *(each.function for each in hooks)]
+                self._reach[None] = Snapshot(rest, code, self.leaf_of.keys()).places()
             else:
                 self._reach[leaf] = self.snapshot(leaf).places()
         return self._reach[leaf]

@@ -88,9 +88,15 @@ class Growth(NamedTuple):
         """Takes it out again, as far as it is still there, and puts back what was in its place."""
         if isinstance(self.obj, list | collections.deque):
             former = {id(self.added[key]): each for key, each in self.before.items()}
-            gone = set(map(id, self.added.values())) - former.keys()
-            items = [former.get(id(item), item) for item in self.obj if id(item) not in gone]
-            holders.refill_list(self.obj, items)
+            # The same number may have been there before.
+            gone = collections.Counter(id(e) for e in self.added.values() if id(e) not in former)
+            items = []
+            for item in reversed(self.obj):
+                if gone[id(item)] > 0:
+                    gone[id(item)] -= 1
+                else:
+                    items.append(former.get(id(item), item))
+            holders.refill_list(self.obj, items[::-1])
         elif isinstance(self.obj, set):
             self.obj.difference_update(self.added)
         else:

@@ -20,7 +20,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,7 @@ class Reach:
     Args:
         modules: they, and their code.
         code: other functions.
-        apart_from: modules that are not looked into.
+        apart_from: what is not looked into.
         moved: identities of tensors that the library itself moves, and that do not count.
 
     Attributes:
@@ -77,11 +77,11 @@ class Reach:
         self,
         modules: Iterable[nn.Module],
         code: Iterable[Callable[..., Any]],
-        apart_from: Collection[nn.Module],
+        apart_from: Iterable[object],
         moved: Container[int],
     ) -> None:
         self.holders: list[Holder] = []
-        self._seen: set[int] = set()
+        self._seen = set(map(id, apart_from))
         self._classes: set[type] = set()
         self._namespaces: set[tuple[int, tuple[str, ...]]] = set()
         #: Those of all code, what it makes names of up, and the namespaces of which it does.
@@ -94,7 +94,6 @@ class Reach:
         self._optimizers: list[tuple[torch.optim.Optimizer, str]] = []
         self._pending: collections.deque[tuple[Any, Owner | None, str]] = collections.deque()
         self._modules = dict.fromkeys(modules)
-        self._apart_from = apart_from
         self._moved = moved
         for module in self._modules:
             self._seen.add(id(module))
@@ -230,7 +229,7 @@ class Reach:
         elif isinstance(obj, type):
             self._class(obj)
         elif isinstance(obj, nn.Module):
-            if obj not in self._modules and obj not in self._apart_from:
+            if obj not in self._modules:
                 self._module(obj)
                 self._class(type(obj))
         elif isinstance(obj, torch.optim.Optimizer):
@@ -329,7 +328,7 @@ class Reach:
         self._hold(holders.FUNCTION, function, None, path)
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self._pending.append((value, None, path))
-        names = frozenset(_names_in(function.__code__))
+        names = frozenset(names_in(function.__code__))
         self._names |= names
         made_up = made_up_in(function.__code__)
         self._made_up |= made_up
@@ -410,13 +409,14 @@ def _generator_of_numpy() -> Any:
     return sys.modules["numpy"].random.rand.__self__
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def names_in(code: types.CodeType) -> Iterator[str]:
+    """Yields the names that code has, those of functions in it included."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, str):
             yield constant  # may name a global, or an attribute
         if isinstance(constant, types.CodeType):
-            yield from _names_in(constant)
+            yield from names_in(constant)
 
 
 def is_users(module: str) -> bool:

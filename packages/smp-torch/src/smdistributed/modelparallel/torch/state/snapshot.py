@@ -111,7 +111,7 @@ class Snapshot:
     Args:
         modules: they, and their code.
         code: other functions.
-        apart_from: modules that are not looked into.
+        apart_from: what is not looked into: modules, functions.
         moved: identities of tensors that the library itself moves, and that do not count.
     """
 
@@ -119,7 +119,7 @@ class Snapshot:
         self,
         modules: Iterable[nn.Module],
         code: Iterable[Callable[..., Any]] = (),
-        apart_from: Collection[nn.Module] = (),
+        apart_from: Iterable[object] = (),
         moved: Container[int] = (),
     ) -> None:
         self._modules = modules = dict.fromkeys(modules)
@@ -148,6 +148,18 @@ class Snapshot:
                 self._changed.append((holder, now))
                 changes += self._named(holder, now)
         return changes
+
+    def forget(self, other: Snapshot, *, but_for: Snapshot) -> None:
+        """Looks no longer at what is in another snapshot, and not in a third one."""
+        gone = other.places() - but_for.places()
+        for holder in self._holders:
+            if holder.put_back is holders.put_entries:
+                now = holder.read(holder.obj)
+                names = {name for identity, name in gone if identity == id(holder.obj)}
+                holder.before.update({name: now[name] for name in names & now.keys()})
+        self._holders = [each for each in self._holders if not gone.issuperset(_places(each))]
+        self._outer = [each for each in self._outer if not gone.issuperset(_places(each))]
+        self._unchanged = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Returns the tensors outside of modules' parameters and buffers."""

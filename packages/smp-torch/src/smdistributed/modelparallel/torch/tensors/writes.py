@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -70,6 +71,17 @@ def large_arrays_copied() -> Iterator[None]:
         yield
     finally:
         torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def arrays_as_they_are() -> Iterator[None]:
+    """Inside such a run, lets NumPy see tensors again: for code that is no part of it."""
+    copied = torch.Tensor.numpy
+    torch.Tensor.numpy = inspect.unwrap(copied)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.Tensor.numpy = copied  # type: ignore[method-assign]
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

@@ -48,7 +48,7 @@ def run_on_random_numbers(
     given: dict[int, torch.Tensor] = {}
 
     def real(fake: torch.Tensor) -> torch.Tensor:
-        tensor = _random_like(fake)
+        tensor = random_like(fake)
         given[id(tensor)] = fake
         kept.append(tensor)
         return tensor
@@ -67,7 +67,7 @@ def run_on_random_numbers(
     with (
         past_recording(),
         past_dispatch_modes(),
-        _same_numbers_everywhere(devices),
+        same_numbers_everywhere(devices),
         # First: of a module with real parameters it would put those back too.
         _kept_tensors(module),
         _real_tensors(module),
@@ -83,7 +83,7 @@ def run_on_random_numbers(
 
 
 @contextlib.contextmanager
-def _same_numbers_everywhere(devices: list[torch.device]) -> Iterator[None]:
+def same_numbers_everywhere(devices: list[torch.device]) -> Iterator[None]:
     """Draws the same on every rank: what a trial shows decides about the order of the step."""
     with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(_SEED)
@@ -108,7 +108,7 @@ def _changes_for(call: Callable[..., Any], module: nn.Module, arguments: Any) ->
 
 def _other(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], Any]:
     def make(fake: torch.Tensor) -> torch.Tensor:
-        tensor = _random_like(fake)
+        tensor = random_like(fake)
         return change(tensor) if tensor.is_floating_point() else tensor
 
     return make
@@ -132,7 +132,7 @@ def works_for_real(function: Callable[..., Any], args: Any, kwargs: Any) -> bool
     """
     with past_recording(), torch.random.fork_rng(devices=[]):
         try:
-            given, named = map_tensors((tuple(args), dict(kwargs)), _random_like)
+            given, named = map_tensors((tuple(args), dict(kwargs)), random_like)
             function(*given, **named)
         except Exception:
             return False
@@ -154,7 +154,7 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
                 if fake is None:
                     continue
                 if id(fake) not in made:
-                    tensor = _random_like(fake)
+                    tensor = random_like(fake)
                     if isinstance(fake, nn.Parameter):
                         tensor = nn.Parameter(tensor.detach(), fake.requires_grad)
                     made[id(fake)] = tensor
@@ -219,7 +219,8 @@ def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     return torch.allclose(tensor, copy, rtol=0, atol=0, equal_nan=True)
 
 
-def _random_like(fake: torch.Tensor) -> torch.Tensor:
+def random_like(fake: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of random numbers that looks like a fake."""
     tensor = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
     with torch.no_grad():
         if fake.is_floating_point() or fake.is_complex():

@@ -17,7 +17,6 @@ import contextlib
 import functools
 import io
 import sys
-import types
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import number_of_hooks_ever
 from smdistributed.modelparallel.torch.compat.private.modes import DATA_DEPENDENT
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import code_of
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
@@ -176,19 +176,9 @@ def forward_hook_of() -> nn.Module | None:
         if caller.f_code.co_qualname.startswith(_CALLS):
             module: nn.Module = caller.f_locals["self"]
             hooks = module._forward_hooks.values()
-            return module if any(_code_of(each) is callee.f_code for each in hooks) else None
+            return module if any(code_of(each) is callee.f_code for each in hooks) else None
         callee = caller
     return None
-
-
-def _code_of(function: Any) -> types.CodeType | None:
-    """Returns the code that a call of a function runs first."""
-    while hasattr(function, "func"):  # functools.partial
-        function = function.func
-    if not hasattr(function, "__code__"):
-        function = type(function).__call__
-    code = getattr(function, "__code__", None)
-    return code if isinstance(code, types.CodeType) else None
 
 
 class _Numbers(TorchFunctionMode):

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.record.calls.activation_gradients import 
 )
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import has_gradient_hooks
+from smdistributed.modelparallel.torch.record.calls.outside import OutsideHooks
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
@@ -56,7 +57,7 @@ from smdistributed.modelparallel.torch.state.carried import (
     give_state,
     state_of,
 )
-from smdistributed.modelparallel.torch.state.snapshot import Change
+from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
 from smdistributed.modelparallel.torch.tensors.nested import (
     containers_in,
     fill,
@@ -79,6 +80,7 @@ class LeafCalls:
         known: calls that the trace has.
         attributes: of the leaves.
         gradients: that code looks at.
+        outside: calls hooks that are lifted out of leaves.
     """
 
     def __init__(
@@ -88,9 +90,11 @@ class LeafCalls:
         known: KnownCalls,
         attributes: LeafAttributes,
         gradients: ActivationGradients,
+        outside: OutsideHooks,
     ) -> None:
         self._context = context
         self._gradients = gradients
+        self._outside = outside
         self._now = now
         self._known = known
         self._attributes = attributes
@@ -108,6 +112,12 @@ class LeafCalls:
         """Stands in for ``module(*args, **kwargs)``; ``call`` is the real call."""
         if module not in self._scene.names or self._state.paused:
             return call(module, *args, **kwargs)
+        if self._state.outside:
+            raise UnsupportedError(
+                f"{self._calls.where()} calls {self._scene.names[module] or 'the model'}, and "
+                "stores things, while a pipelined step runs. Call it in the step function, or in "
+                "the forward of a module."
+            )
         self._calls.follow_hooks()
         if self._gradients.is_lifted(module):
             return self._gradients.call_module(
@@ -183,6 +193,7 @@ class LeafCalls:
             with self._state.pausing():
                 for carried, effects in entry.effects:
                     now.contents[carried].apply(effects)
+        self._outside.run(entry)
         return self._known.result(entry)
 
     def _run_again(self, call: Callable[..., Any], entry: Entry) -> None:
@@ -225,6 +236,7 @@ class LeafCalls:
                 entry.left = [each for each in run.grown if each.is_own]
                 watch.tell(entry)
                 entry.inner, entry.hooked = run.inner, run.hooked
+                entry.hook_calls = run.hook_calls
                 entry.borrowed = self._borrowed(entry, run.borrowed)
                 self._lend(entry, run.done)
                 self._complete(entry, run.result, run.changes, handed)
@@ -237,11 +249,13 @@ class LeafCalls:
             now.add(entry)
             self.end(entry)
         self._gradients.settle()
+        self._outside.run(entry, run.made)
         return run.result
 
     def lift(self, entry: Entry) -> None:
         """Notes what is lifted out of a leaf."""
         entry.lifted = self._scene.lifted.inside(entry.modules)
+        entry.hooks = self._scene.forward_hooks_in(entry.modules)
         entry.lifts |= self._gradients.lifts
         if entry.lifts and entry.seen is Seen.NOTHING:
             entry.seen = Seen.HOOKS
@@ -257,6 +271,7 @@ class LeafCalls:
         entry.region = self._state.region
         entry.modules = self._scene.inner_of(module)
         entry.flags = self._scene.flags_of(module)
+        entry.hooks = self._scene.forward_hooks_in(entry.modules)
         entry.refusal = gradient_lost(entry, tensors_in((args, kwargs)))
         entry.held = [
             (each, state_of(now.objects[each]))
@@ -321,7 +336,7 @@ class LeafCalls:
             span: its call.
             log: the entries of the microbatch.
         """
-        inside = log[span.start : span.end]
+        inside = [each for each in log[span.start : span.end] if not each.is_of_hook]
         made = {id(tensor) for entry in inside for _, tensor in entry.outputs}
         read = [each for entry in inside for each in _tensors_given(entry)]
         before = {id(tensor) for entry in log[: span.start] for _, tensor in entry.outputs}
@@ -372,7 +387,12 @@ class LeafCalls:
         with self._state.pausing():
             now.check_known(result, module)
             watch.tell(entry)
-            changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
+            self._forget_outside(span)
+            changes = [
+                each
+                for each in (*snapshot.note_changes(), *self._state.possible[possible:])
+                if each.owner not in span.set_outside
+            ]
             span.outputs = list(tensor_paths(result))
             entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
             for tap, tensor in made_by_calls(now.new[span.start : span.end], entry.region):
@@ -381,6 +401,13 @@ class LeafCalls:
             span.left_behind = _left_behind(entry, items)
             entry.hooked = hooked_calls([span, *now.spans[first:]])
         return result
+
+    def _forget_outside(self, span: Span) -> None:
+        """Looks no longer at what only hooks reach that were found to be lifted out in a call."""
+        if span.entry.hooks != self._scene.forward_hooks_in(span.entry.modules):
+            hooks = self._scene.forward_hooks_of(span.module).lifted()
+            own = self._scene.snapshot(span.module, moved=self._scene.own_tensors)
+            span.snapshot.forget(Snapshot((), [each.function for each in hooks]), but_for=own)
 
     def check_held(self, span: Span) -> None:
         """Makes sure that a leaf does not depend on what another rank left in an object."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.record.trace.stored import fakes_in, repl
 from smdistributed.modelparallel.torch.record.trace.tree import Entry
 from smdistributed.modelparallel.torch.record.trace.unknown import Unknown
 from smdistributed.modelparallel.torch.state.growth import Growth
+from smdistributed.modelparallel.torch.state.holders import Holder, Owner
 from smdistributed.modelparallel.torch.state.reach import OF_MODULES
 from smdistributed.modelparallel.torch.state.snapshot import Difference, Snapshot, as_it_was
 from smdistributed.modelparallel.torch.tensors.nested import same
@@ -57,6 +58,24 @@ def _has_fakes(content: Any) -> bool:
     """Whether an attribute has fakes, in a tuple too; what is in large lists would take long."""
     is_looked_at = isinstance(content, FakeTensor | tuple)
     return is_looked_at and any(True for _ in fakes_in(content))
+
+
+def _attribute_set(place: tuple[nn.Module, str], before: Any) -> Difference:
+    """Returns that an attribute of a module is another now."""
+    module, name = place
+    path = f"{type(module).__name__}.{name}"
+
+    def put_back(module: nn.Module, content: Any) -> None:
+        if content is _MISSING:
+            vars(module).pop(name, None)
+        else:
+            vars(module)[name] = content
+
+    def read(module: nn.Module) -> Any:
+        return vars(module).get(name, _MISSING)
+
+    holder = Holder(module, Owner(module, name), path, read, put_back, before)
+    return Difference(holder, read(module))
 
 
 class Deed(NamedTuple):
@@ -110,6 +129,9 @@ class LeafAttributes:
         self._deed = deed
         self._running: nn.Module | None = None
         self._hooked: nn.Module | None = None
+        self._set_by_hooks: dict[tuple[nn.Module, str], Any] | None = None
+        #: Attributes of leaves that hooks which are lifted out have set, with what was there.
+        self._own: dict[nn.Module, dict[tuple[nn.Module, str], Any]] = {}
         self._called: dict[nn.Module, dict[Entry, None]] = {}
         #: What code can see that backward passes will run, by the name of who gave it.
         self._later: list[tuple[str, Snapshot]] = []
@@ -127,6 +149,9 @@ class LeafAttributes:
             leaf = self._scene.leaf_of.get(module)
             inside = self._state.leaf_depth or self._state.runs_for_real
             inside = inside or leaf in (self._running, self._hooked)
+            if self._set_by_hooks is not None and name not in OF_MODULES:
+                before = vars(module).get(name, _MISSING)
+                self._set_by_hooks.setdefault((module, name), before)
             if leaf is not None and leaf is self._hooked:
                 self._set.add((module, name))
             if leaf is not None and not inside and name not in OF_MODULES:
@@ -205,13 +230,14 @@ class LeafAttributes:
         Raises:
             UnsupportedError: something has changed since.
         """
-        for leaf in self._called:
+        for leaf, entries in self._called.items():
             self._refuse_difference(leaf)
+            self.refuse_own(entries, self._own.get(leaf, {}))
         for name, state in self._later:
             if found := state.differences():
                 raise _changed(found[0].holder.path, f"the backward pass of {name}")
-        for module, entries in self._entries.items():
-            for name, value in entries.items():
+        for module, attributes in self._entries.items():
+            for name, value in attributes.items():
                 if vars(module).get(name, _MISSING) is not value and (module, name) not in {
                     *self._set,
                     *self._real,
@@ -245,6 +271,29 @@ class LeafAttributes:
         found = self._differences(entries[0].target, state, apart_from)
         if not found:
             return False
+        self._refuse_if_seen(entries, found)
+        return True
+
+    def refuse_own(
+        self, entries: Iterable[Entry], places: Mapping[tuple[nn.Module, str], Any]
+    ) -> None:
+        """Raises if what hooks have set on modules of a leaf matters to it.
+
+        Args:
+            entries: calls of the leaf.
+            places: what they have set, with what was there before.
+
+        Raises:
+            UnsupportedError: it does.
+        """
+        for entry in entries:
+            new = {place: places[place] for place in places.keys() - entry.unseen}
+            self._refuse_if_seen([entry], [_attribute_set(*each) for each in new.items()])
+            entry.unseen.update(new)
+
+    def _refuse_if_seen(self, entries: Iterable[Entry], found: Sequence[Difference]) -> None:
+        if not found:
+            return
         for entry in entries:
             now = before = None
             # The leaf itself may fail, one way or the other. What its backward pass does with
@@ -256,7 +305,6 @@ class LeafAttributes:
                         before = self._deed(entry)
             if now is None or before is None or not now.is_like(before):
                 raise _changed(found[0].holder.path, self._scene.names[entry.target] or "the model")
-        return True
 
     def hide(self, module: nn.Module, name: str, content: Any) -> None:
         """Hides an attribute that a leaf changes, and has changed now, but for the fakes in it.
@@ -301,13 +349,31 @@ class LeafAttributes:
             self._running = former
 
     @contextlib.contextmanager
-    def set_by_hooks(self, leaf: nn.Module) -> Iterator[None]:
-        """Lets hooks that are lifted out of a leaf set its attributes, for all."""
-        former, self._hooked = self._hooked, leaf
+    def set_by_hooks(self, leaf: nn.Module | None) -> Iterator[dict[tuple[nn.Module, str], Any]]:
+        """Lets hooks that are lifted out of a leaf set its attributes, for all.
+
+        Args:
+            leaf: None for a module that is not known to be in one yet.
+
+        Yields:
+            what they have set, with what was there before; filled.
+        """
+        places: dict[tuple[nn.Module, str], Any] = {}
+        former = self._hooked, self._set_by_hooks
+        self._hooked, self._set_by_hooks = leaf, places
         try:
-            yield
+            yield places
         finally:
-            self._hooked = former
+            self._hooked, self._set_by_hooks = former
+
+    def note_set(self, leaf: nn.Module, places: Mapping[tuple[nn.Module, str], Any]) -> None:
+        """Takes note of what forward hooks have set: it may make no difference to a leaf.
+
+        Args:
+            leaf: which they are lifted out of.
+            places: the attributes, with what was there before.
+        """
+        self._own[leaf] = {**places, **self._own.get(leaf, {})}
 
     def shown(self) -> contextlib.AbstractContextManager[None]:
         """Lets all leaves see their attributes."""

@@ -131,7 +131,7 @@ class ModuleCalls:
         """Names the innermost call in progress, for messages."""
         module = self.current.module
         if module is None:
-            return "the step function"
+            return "the step function" if self.current is self._stack[0] else self.current.name
         return self._scene.names[module] or "the model's own forward"
 
     def keep_whole(self, module: nn.Module, reason: str) -> None:
@@ -160,16 +160,27 @@ class ModuleCalls:
     def follow_hooks(self) -> None:
         """Takes note of hooks that are lifted out of modules, if any were registered since."""
         if not self._scene.lifted.is_current:
-            with self._trying():
+            with self.trying():
                 self._scene.lifted.look()
+        for model in self._scene.models:
+            model.forward_hooks.follow()
 
     def asks(self, hook: Callable[..., Any], tensor: torch.Tensor) -> bool:
         """Whether a hook on a tensor asks for the value of its gradient."""
-        with self._trying():
+        with self.trying():
             return asks(hook, torch.empty_like(tensor, requires_grad=False))
 
     @contextlib.contextmanager
-    def _trying(self) -> Iterator[None]:
+    def outside(self, name: str) -> Iterator[None]:
+        """Inside, code runs that is in none of the calls in progress: that of a hook."""
+        self._stack.append(Frame(None, name))
+        try:
+            yield
+        finally:
+            self._stack.pop()
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
         """Inside, a hook is tried out: it may not exchange anything with other ranks."""
         former, self._state.runs_for_real = self._state.runs_for_real, True
         try:

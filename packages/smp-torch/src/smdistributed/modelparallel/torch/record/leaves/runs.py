@@ -13,6 +13,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import HookCall
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.ir import Graph
 from smdistributed.modelparallel.torch.record.leaves.lending import Done, tensors_left
@@ -57,6 +58,8 @@ class LeafRun:
         grown: what it added to containers that others see: not yet taken out.
         lines: what it did, as text.
         read: what it read that no recorded call made.
+        hook_calls: the calls of hooks that are lifted out of it.
+        made: what it called.
         borrowed: what it read that code outside of it has made.
         done: what else may matter to who lends it that.
     """
@@ -68,6 +71,8 @@ class LeafRun:
     grown: list[Growth]
     lines: list[str]
     read: list[torch.Tensor | Constant]
+    hook_calls: list[HookCall]
+    made: list[Entry]
     borrowed: list[torch.Tensor]
     done: Done
 
@@ -92,6 +97,7 @@ class LeafRuns:
         self._inner_calls: collections.Counter[nn.Module] = collections.Counter()
         self._inner: Inner = {}
         self._hooked: list[HookedCall] = []
+        self._hook_calls: list[HookCall] = []
         self._copies: collections.defaultdict[int, CarriedObjects] = collections.defaultdict(
             lambda: CarriedObjects(Carried.stand_in)
         )
@@ -123,7 +129,8 @@ class LeafRuns:
         has_regions = any(node.region not in (None, region) for node in graph.nodes)
         done = Done(snapshot, changes, grown, written, has_regions)
         return LeafRun(
-            result, inner, changes, self._hooked, grown, lines, read, list(borrowed.values()), done
+            *(result, inner, changes, self._hooked, grown, lines, read),
+            *(self._hook_calls, made, list(borrowed.values()), done),
         )
 
     @contextlib.contextmanager
@@ -143,6 +150,11 @@ class LeafRuns:
         self._inner_calls.clear()
         self._inner = {}
         self._hooked = []
+        self._hook_calls = []
+
+    def note_hook(self, call: HookCall) -> None:
+        """Remembers the call of a hook that is lifted out of a leaf."""
+        self._hook_calls.append(call)
 
     def note_call(self, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         """Remembers what an inner module of a leaf returned, in case it leaves by another way."""
@@ -173,12 +185,12 @@ class LeafRuns:
         assert self._scene.leaves is not None
         copies = self._copies[self._scene.leaves[module].partition]
         args, kwargs = fill(templates, Carried, copies)
-        kept = self._inner, self._inner_calls.copy(), self._hooked
+        kept = self._inner, self._inner_calls.copy(), self._hooked, self._hook_calls
         with self._calls.uncounted(), _without_hooks(module):
             run = self.run(values, module, lambda: call(*args, **kwargs))
         for growth in run.grown:
             growth.remove()
-        self._inner, self._inner_calls, self._hooked = kept
+        self._inner, self._inner_calls, self._hooked, self._hook_calls = kept
         return run.lines
 
 

@@ -47,6 +47,7 @@ class Span:
         failed: it raised, and code around it went on.
         written: tensors that belong to no model and that it changes, with copies from before.
         left_behind: why it cannot be a leaf, for what it leaves outside of its result.
+        set_outside: attributes that hooks which are lifted out have set, with what was there.
         refused: makes the error, given its name, if its own code did what only a module that stays
             whole can do.
     """
@@ -63,6 +64,7 @@ class Span:
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     written: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     left_behind: Exception | None = None
+    set_outside: dict[tuple[nn.Module, str], Any] = field(default_factory=dict)
     refused: Callable[[str], UnsupportedError] | None = None
 
     def is_inside(self, spans: set[Span]) -> bool:
@@ -76,7 +78,10 @@ class Span:
 
     def undo(self) -> None:
         """Puts back what the call changed."""
+        set_outside = {place: vars(place[0])[place[1]] for place in self.set_outside}
         grown = self.snapshot.put_back()
+        for (module, name), content in set_outside.items():
+            vars(module)[name] = content
         self.entry.left = [each for each in grown if each.is_own]
         for tap, tensor in container_taps(grown):
             self.entry.inner.setdefault(id(tensor), (tap, tensor))
@@ -108,11 +113,11 @@ def collapsed(log: Sequence[Entry], chosen: Sequence[Span]) -> list[Entry]:
             found.append(span.entry)
             inside = log[span.start : span.end]
             known = {*span.entry.inner, *(id(tensor) for _, tensor in span.entry.outputs)}
-            # Hooks that code outside has put on what it made.
+            # Hooks that code outside has put on what it made, and calls of code outside.
             found += [
                 each
                 for each in inside
-                if each.kind is EntryKind.WATCHED and id(each.args[0]) in known
+                if each.is_of_hook or (each.kind is EntryKind.WATCHED and id(each.args[0]) in known)
             ]
         position = span.end
     return [*found, *log[position:]]
@@ -162,6 +167,10 @@ def made_by_calls(
         entries: the calls.
         region: that the leaf is called in; what is checkpointed within it is made twice.
     """
-    calls = [each for each in entries if each.kind in (EntryKind.CALL, EntryKind.QUESTION)]
+    calls = [
+        each
+        for each in entries
+        if each.kind in (EntryKind.CALL, EntryKind.QUESTION) and not each.is_of_hook
+    ]
     if all(each.region == region for each in calls):
         yield from function_taps((each.target, each.name, each.outputs) for each in calls)

@@ -146,7 +146,14 @@ class PendingNumber:
     def _on_tensors(self) -> Any:
         """Returns the computation on the tensors that the numbers are taken from."""
         if self._function is None:
-            return self.tensor
+            if self.tensor is None and self._known is None:
+                raise UnsupportedError(
+                    f"{self._where} gave a number that is used to compute a tensor in a later "
+                    "microbatch of the same pipelined step, or behind a step that has failed: all "
+                    "microbatches run their Python before anything is computed. Use it after the "
+                    "call of the step function, or let one module compute with it."
+                )
+            return self._known if self.tensor is None else self.tensor
         return self._function(
             *(
                 each._on_tensors() if isinstance(each, PendingNumber) else each

@@ -31,6 +31,7 @@ def watch(way: Way, trace: Trace, scene: Scene) -> None:
     found: dict[int, Any] = {id(fake): fake for fake in trace.inputs}
     for entry in way.entries:
         found.update((id(fake), fake) for _, fake in entry.outputs if isinstance(fake, FakeTensor))
+        found.update((id(fake), fake) for fake in entry.given_to_hooks)
         if entry.is_fixed:  # the script gets the very tuple
             found.update((id(each), each) for each in _tuples(entry.result))
     way.fakes = [fake for key, fake in found.items() if key not in scene.slots]
@@ -146,6 +147,7 @@ def _containers(trace: Trace) -> Iterator[int]:
     for entry in _entries(trace):
         pending += (entry.args, entry.kwargs, entry.result, entry.outputs, entry.changed)
         pending += (entry.hooked, entry.hidden, entry.held, entry.effects)
+        pending += (entry.hook_calls, entry.kept_by_hooks)
         # Not the containers themselves, which are the user's.
         pending += (entry.borrowed, *(each.added for each in entry.left))
         pending += (content for _, content in entry.lent)

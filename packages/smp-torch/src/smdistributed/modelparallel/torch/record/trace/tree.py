@@ -19,6 +19,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.record.calls.forward_hooks import HookCall, Signature
 from smdistributed.modelparallel.torch.record.calls.regions import Region
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.ir import Graph, Value
@@ -26,7 +27,7 @@ from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.snapshot import Change
 from smdistributed.modelparallel.torch.state.spots import Spot
 from smdistributed.modelparallel.torch.state.switches import Settings
-from smdistributed.modelparallel.torch.tensors.nested import Path
+from smdistributed.modelparallel.torch.tensors.nested import Path, tensors_in
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -145,6 +146,11 @@ class Entry:
         hooked: LEAF: the calls of modules in it, and its own, that have hooks of others.
         lifted: LEAF: the modules in it whose hooks on their backward pass are lifted out.
         lifts: LEAF: hooks that its forward hooks put on activations are.
+        hooks: LEAF: the forward hooks on the modules in it.
+        hook_calls: LEAF: the calls of those that are lifted out.
+        kept_by_hooks: LEAF: tensors in it that they store.
+        unseen: LEAF: attributes that these have set, and that make no difference to it.
+        is_of_hook: a forward hook that is lifted out of a module makes the call.
         refusal: why it can be made only in a module that stays whole; else "".
         grown: LEAF: what it puts into containers, until its microbatch is over.
         taken: LEAF: containers out of which code outside has taken what it had put there.
@@ -191,6 +197,11 @@ class Entry:
     hooked: list[HookedCall] = field(default_factory=list)
     lifted: set[nn.Module] = field(default_factory=set)
     lifts: bool = False
+    hooks: Signature = ()
+    hook_calls: list[HookCall] = field(default_factory=list)
+    kept_by_hooks: list[torch.Tensor] = field(default_factory=list)
+    unseen: set[tuple[nn.Module, str]] = field(default_factory=set)
+    is_of_hook: bool = False
     refusal: str = ""
     grown: list[Growth] = field(default_factory=list)
     taken: list[Any] = field(default_factory=list)
@@ -211,6 +222,11 @@ class Entry:
             if growth.is_gone and not any(each is growth.obj for each in self.taken):
                 self.taken.append(growth.obj)
         self.grown = []
+
+    @property
+    def given_to_hooks(self) -> list[torch.Tensor]:
+        """The tensors that hooks which are lifted out of a leaf are given."""
+        return tensors_in([(call.args, call.kwargs) for call in self.hook_calls])
 
     def __str__(self) -> str:
         return f"{self.name} in {self.where}" if self.where else self.name or "the end"

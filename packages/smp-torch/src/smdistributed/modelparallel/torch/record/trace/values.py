@@ -180,6 +180,7 @@ class Values:
             rewrites=entry.rewrites,
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
+            outside=tuple({spot: None for spot, is_lifted in entry.hooks if is_lifted}),
             taken=entry.taken,
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=replicated,
@@ -204,6 +205,10 @@ class Values:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
                 self._bind(tensor, node, source, entry.specs[id(tensor)])
+
+        if self._state.is_glue:
+            for tensor in entry.kept_by_hooks:
+                self.of(tensor)
 
     def _take_root(self, entry: Entry) -> None:
         root = self.of(entry.args[0])
@@ -425,9 +430,11 @@ class Values:
         if escaped is not None and not self._state.leaf_depth:
             node, entry, tap, _ = escaped
             node.taps.append(tap)
-            if isinstance(tap.module, Function):
+            # Those that are lifted out carry it out in each microbatch.
+            is_carried = any(each is tensor for each in entry.given_to_hooks)
+            if isinstance(tap.module, Function) and not is_carried:
                 entry.seen = Seen.ALL  # hooks that compute give other tensors each time
-            elif tap.call is not None and entry.seen is Seen.NOTHING:
+            elif tap.call is not None and entry.seen is Seen.NOTHING and not is_carried:
                 entry.seen = Seen.HOOKS if entry.hooked else Seen.ALL
             return self._bind(tensor, node, tap)
         if not self._state.is_glue:
