@@ -13,6 +13,8 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.ir import Node
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.trace import strays
+from smdistributed.modelparallel.torch.record.trace.unknown import Unknown
 
 #: What a layer reads.
 SEEN: list[Any] = []
@@ -126,3 +128,20 @@ def test_computing_with_what_the_module_overwrites_is_refused() -> None:
         run()
     _, run = recorded(lambda module, given, out: log.append(out.detach()), overwrites=True)
     run()
+
+
+def test_a_list_that_had_a_tensor_is_where_one_more_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[Any] = []
+    _, run = recorded(lambda module, given, out: log.append(("inner", out.mean())))
+    run()
+
+    def search(*_: object) -> None:
+        raise AssertionError("all of Python was searched")
+
+    monkeypatch.setattr(strays, "settle", search)
+    for number in range(2, 4):
+        run()
+        assert len(log) == number
+        assert set(map(type, log)) == {Unknown}

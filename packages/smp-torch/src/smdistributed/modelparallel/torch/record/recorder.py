@@ -228,20 +228,22 @@ class Recorder(TorchFunctionMode):
             return
         passed.stored = [each for each in way.stored if each.close()]
         is_new = not way.fakes
+        constant = functools.partial(self._constant, way)
         if is_new:
             strays.watch(way, trace, self._scene)
             found = list(way.fakes)
         else:
             if not strays.suspects(way):
                 return
+            stored = strays.settle_in(way, self._scene, constant)
+            passed.stored += [each for each in stored if each.close()]
+            if not strays.suspects(way):
+                return
             gc.collect()  # whatever refers to itself
             found = strays.suspects(way)
         if found:
-            values = way.values
-            if way.plan is not None:  # what ranks are given is decided
-                kept = set(way.graph.kept)
-                values = {key: value for key, value in values.items() if value in kept}
-            constant = functools.partial(self._constant, way)
+            # What ranks are given is decided with the plan.
+            values = way.values if way.plan is None else strays.returned(way)
             stored = strays.settle(found, trace, self._scene, constant, values)
             passed.stored += [each for each in stored if each.close()]
             if way.plan is None:

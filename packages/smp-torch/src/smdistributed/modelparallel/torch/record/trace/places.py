@@ -70,6 +70,22 @@ def places_of(wanted: Mapping[int, Any], apart_from: Set[int]) -> Iterator[Place
             yield from _places(holder, owner, wanted, apart_from)
 
 
+def places_in(rows: Sequence[Any], wanted: Mapping[int, Any]) -> Iterator[Place]:
+    """Yields the places of some objects in lists, and of tuples around some.
+
+    Args:
+        rows: the lists, or deques.
+        wanted: the objects, by identity.
+    """
+    for row in rows:
+        tuples = {
+            id(item): item
+            for item in row
+            if type(item) is tuple and any(id(each) in wanted for each in item)
+        }
+        yield from _places(row, row, {**wanted, **tuples}, frozenset())
+
+
 def _is_copy(holder: Any) -> bool:
     """Whether a snapshot has copied what was in something: that is no place of the script's."""
     if not isinstance(holder, dict | list | tuple) or isinstance(holder, Holder):

@@ -7,6 +7,7 @@ tensor of the last microbatch that stored one there is put into the place, on ev
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -41,6 +42,12 @@ class Stored:
         self._closed = Unknown(self._refusal)
         #: What the last microbatch has stored, with values in the places of fakes.
         self._content: Any = None
+
+    @property
+    def row(self) -> list[Any] | collections.deque[Any] | None:
+        """The list that it is in: others may be behind it in another microbatch."""
+        owner = self._place.owner
+        return owner if isinstance(owner, list | collections.deque) else None
 
     def close(self) -> bool:
         """Has nobody take a fake for the tensor of another microbatch; returns if it is there."""

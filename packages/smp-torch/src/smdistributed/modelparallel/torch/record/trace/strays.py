@@ -21,7 +21,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.record.trace.places import Place, places_of
+from smdistributed.modelparallel.torch.record.trace.places import Place, places_in, places_of
 from smdistributed.modelparallel.torch.record.trace.stored import Stored, fakes_in
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, Trace, Way
 
@@ -62,6 +62,35 @@ def suspects(way: Way) -> list[torch.Tensor]:
         for fake, former, found in zip(way.fakes, way.counts, now, strict=True)
         if found > former
     ]
+
+
+def returned(way: Way) -> dict[int, Value]:
+    """Returns by the identity of a fake what it stands for, of what ranks are given after a way."""
+    kept = set(way.graph.kept)
+    return {key: value for key, value in way.values.items() if value in kept}
+
+
+def settle_in(
+    way: Way, scene: Scene, constant: Callable[[torch.Tensor], torch.Tensor | None]
+) -> list[Stored]:
+    """Returns the strays of a way in lists that had some before, each with one more at its end.
+
+    To look for the holders of a tensor takes the garbage collector a while.
+
+    Args:
+        way: has been gone before.
+        scene, constant: as for ``settle``.
+    """
+    rows = {id(row): row for each in way.stored if (row := each.row) is not None}
+    if not rows:
+        return []
+    wanted, values = {id(fake): fake for fake in suspects(way)}, returned(way)
+    found = []
+    for place in places_in(list(rows.values()), wanted):
+        tensors = _stand_for(place, scene, constant, values)
+        if tensors is not None and (each := Stored(place, tensors)).values:
+            found.append(each)
+    return found
 
 
 def settle(
