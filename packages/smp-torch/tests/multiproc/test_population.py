@@ -342,11 +342,6 @@ def test_what_forward_hooks_compute_and_store_is_there_on_every_rank(worlds: Wor
         assert set(found.values()) == {"exact"}
 
 
-def test_a_hook_that_computes_with_what_its_module_overwrites_is_refused(worlds: Worlds) -> None:
-    for found in run(worlds, WORLDS["pp2"], try_derived, ["number, overwritten, after"]):
-        assert all("writes to afterwards" in each for each in found.values())
-
-
 def test_a_number_that_an_inner_module_sets_on_one_around_its_own_is_refused(
     worlds: Worlds,
 ) -> None:
