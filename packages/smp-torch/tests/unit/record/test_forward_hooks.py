@@ -33,6 +33,8 @@ class Layer(nn.Module):
         x = self.inner(x)
         if self.overwrites:
             x = torch.relu_(x)
+        if self.reads == "value" and x.sum() > 0:
+            x = self.inner(x)
         if self.reads == "list":
             x = x * len(SEEN)
         if self.reads == "attribute":
@@ -118,6 +120,13 @@ def test_what_a_module_reads_by_a_name_that_it_makes_up_is_found_by_calling_it()
     hook = lambda module, given, out: setattr(module, "latest", 2.0)  # noqa: E731
     _, run = recorded(hook, reads="attribute")
     with pytest.raises(UnsupportedError, match=r"Linear\.latest is changed by code outside 0"):
+        run()
+
+
+def test_what_a_module_that_decides_by_values_calls_is_not_known() -> None:
+    log: list[int] = []
+    _, run = recorded(lambda module, given, out: log.append(len(out)), reads="value")
+    with pytest.raises(UnsupportedError, match="decides by the values of its activations"):
         run()
 
 

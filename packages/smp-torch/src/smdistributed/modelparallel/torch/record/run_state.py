@@ -23,6 +23,7 @@ class RunState:
         written_again: identities of the buffers that regions wrote to, which write to them again
             when they are computed again.
         runs_for_real: a module runs on real tensors at present.
+        replaces_fakes: it does so because it cannot run on fakes.
         possible: what modules that decide by their input change for other numbers.
         questions: how many about inputs were answered.
         real_runs: how often a module had to run on real tensors.
@@ -39,6 +40,7 @@ class RunState:
     num_regions: int = 0
     written_again: list[int] = field(default_factory=list)
     runs_for_real: bool = False
+    replaces_fakes: bool = False
     possible: list[Change] = field(default_factory=list)
     questions: int = 0
     real_runs: int = 0

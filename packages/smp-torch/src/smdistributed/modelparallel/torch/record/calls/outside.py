@@ -83,6 +83,12 @@ class OutsideHooks:
             self._scene.forget_reach()
         if not is_within or not hooks.is_lifted(hook):
             return hook.function(*args, **kwargs)
+        if state.replaces_fakes:
+            raise UnsupportedError(
+                f"{_name(self._scene.names, hook.spot)} stores things, within a module that "
+                "decides by the values of its activations: nobody knows ahead what its modules are "
+                "called with. Put the hook on the module that decides, or on one around it."
+            )
         if state.runs_for_real:
             return None
         position = hooks.at(hook.spot).index(hook)

@@ -253,12 +253,15 @@ class ModuleCalls:
             raise
         except Exception as error:
             # Only fakes fail so; what also fails for real is the user's own error.
+            state.replaces_fakes = True
             try:
                 result, changes = self.on_random_numbers(call, module, args, kwargs)
             except UnsupportedError:
                 raise
             except Exception:
                 raise error from None
+            finally:
+                state.replaces_fakes = False
             state.possible += changes
             state.real_runs += 1
             costs.opaque = f"{type(error).__name__}: {error}"
