@@ -135,8 +135,12 @@ def test_computing_with_what_the_module_overwrites_is_refused() -> None:
     _, run = recorded(lambda module, given, out: log.append(out.mean()), overwrites=True)
     with pytest.raises(UnsupportedError, match="writes to afterwards"):
         run()
-    _, run = recorded(lambda module, given, out: log.append(out.detach()), overwrites=True)
+    found, run = recorded(lambda module, given, out: log.append(out.detach()), overwrites=True)
     run()
+    inner = found.module[0].inner
+    inner.register_forward_hook(lambda module, given, out: log.append(out.mean()))
+    with pytest.raises(UnsupportedError, match="writes to afterwards"):  # it is whole by now
+        run()
 
 
 def test_a_list_that_had_a_tensor_is_where_one_more_is_looked_for(

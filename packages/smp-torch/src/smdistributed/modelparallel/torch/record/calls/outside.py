@@ -112,7 +112,8 @@ class OutsideHooks:
         for hook, call in found:
             if hook not in self._at(call.spot):
                 continue  # one before has taken it off
-            self._now.overwritten = overwritten(made[call.start :])
+            with self._state.pausing():
+                self._now.overwritten = overwritten(made[call.start :])
             try:
                 self._run(hook, call, [entry])
             finally:
