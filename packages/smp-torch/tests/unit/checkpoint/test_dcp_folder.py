@@ -65,7 +65,8 @@ def test_any_part_is_read_of_what_torch_wrote(tmp_path: Path) -> None:
 
 def test_ranks_that_leave_something_out_write_nothing(tmp_path: Path) -> None:
     held = Held(("model", "weight"), WHOLE[2:4], (6, 4), INNER)
-    with pytest.raises(ValueError, match="weight"):
+    # PyTorch 2.11 names it in the log alone.
+    with pytest.raises(ValueError, match="weight|Failed to validate global plan"):
         write(tmp_path, [[held], []])
 
 

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.flight_recorder import fr_trace
 
 from smdistributed.modelparallel.common.errors import ConfigError
@@ -14,6 +15,9 @@ from smdistributed.modelparallel.common.launcher import flight_recorder
 from smdistributed.modelparallel.common.launcher.status import Told
 from smdistributed.modelparallel.common.whereabouts import Activity, Exchange, Whereabouts
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="its analyzer knows exchanges of NCCL alone"
+)
 SIZE = 6
 
 

@@ -63,7 +63,7 @@ def places_of(wanted: Mapping[int, Any], apart_from: Set[int]) -> Iterator[Place
     for holder in holders:
         if id(holder) in apart_from:
             continue
-        if isinstance(holder, _NOT_OF_SCRIPTS) or _is_copy(holder):
+        if isinstance(holder, _NOT_OF_SCRIPTS) or _runs(holder) or _is_copy(holder):
             continue
         owner = _owner(holder)
         if not isinstance(owner, _NOT_OF_SCRIPTS):
@@ -84,6 +84,11 @@ def places_in(rows: Sequence[Any], wanted: Mapping[int, Any]) -> Iterator[Place]
             if type(item) is tuple and any(id(each) in wanted for each in item)
         }
         yield from _places(row, row, {**wanted, **tuples}, frozenset())
+
+
+def _runs(holder: Any) -> bool:
+    """Whether a holder is a generator that runs: Python 3.12 shows no frame of these in here."""
+    return isinstance(holder, types.GeneratorType) and holder.gi_running
 
 
 def _is_copy(holder: Any) -> bool:
