@@ -201,6 +201,24 @@ def test_what_is_called_tells_functions_apart() -> None:
     assert len(compiled._known) == 2
 
 
+def test_many_runs_are_no_forms_of_one() -> None:
+    """PyTorch compiles a function in eight forms, and others raise an error."""
+    compiled = CompiledRuns({"backend": "eager"})
+    for number in range(12):
+        run = compiled.of(f"def run(v1):\n    return (v1 * {number},)", {}, None)
+        torch.testing.assert_close(run(torch.ones(2)), (torch.full((2,), float(number)),))
+
+
+def test_what_is_compiled_too_often_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    _tell.cache_clear()
+    compiled = CompiledRuns({"backend": "eager"})
+    run = compiled.of("def run(v1):\n    return (v1 + 1,)", {}, None)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (2, 3):
+            torch.testing.assert_close(run(torch.ones(size)), (torch.full((size,), 2.0),))
+    assert "functions between two modules are not compiled" in caplog.text
+
+
 def test_so_many_are_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ast
 import builtins
 import functools
+import itertools
+import linecache
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +24,8 @@ logger = logging.getLogger(__name__)
 #: Functions that are compiled for one step function: it takes seconds each, and Python that gives
 #: another number in every step makes a new one each time.
 _MOST_COMPILED = 64
+#: Of the files that the code of runs is from.
+_numbers = itertools.count()
 
 
 class CompiledRuns:
@@ -48,13 +52,24 @@ class CompiledRuns:
         key = text, tuple(map(id, renaming.constants.values())), looks
         if key not in self._known:
             own = {"torch": torch, **renaming.constants}
-            exec(compile(text, "<between two modules>", "exec"), own)
+            exec(compile(text, _file_of(text), "exec"), own)
             if len(self._known) == _MOST_COMPILED:
                 _tell(f"{_MOST_COMPILED} different ones are already")
                 function: Callable[..., Any] = own["run"]
                 return function
             self._known[key] = CompiledRun(own["run"], self._options)
         return self._known[key]
+
+
+def _file_of(text: str) -> str:
+    """Returns the name of a file that Python takes source code to be from.
+
+    PyTorch 2.11 wraps functions without a file in one of its own, and counts what it compiles of
+    them together: behind the eighth it raises an error.
+    """
+    name = f"<between two modules {next(_numbers)}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    return name
 
 
 class CompiledRun:

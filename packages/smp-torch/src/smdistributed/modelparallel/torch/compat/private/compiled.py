@@ -298,9 +298,9 @@ def call_as_written(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 def compiler_errors() -> tuple[type[Exception], ...]:
     """Returns what a compiler raises about what it cannot compile; looked up once it has."""
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    return (TorchDynamoException,)
+    return (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 # Compiling backward passes
