@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.ir import Graph, Value
 from smdistributed.modelparallel.torch.record.trace import strays
+from smdistributed.modelparallel.torch.record.trace.places import places_of
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 
@@ -190,3 +191,20 @@ def test_a_tuple_that_a_call_has_returned_is_seen_where_it_is_stored() -> None:
     stored.fill({0: torch.ones(2)})
     assert torch.equal(each.stored[0], torch.ones(2))
     assert each.stored[1] == 1
+
+
+def test_a_generator_holds_what_it_waits_with_and_nothing_while_it_runs() -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2)
+
+    def names() -> list[str]:
+        return [each.name for each in places_of({id(fake): fake}, frozenset())]
+
+    def holding(tensor: torch.Tensor) -> Iterator[list[str]]:
+        yield names()
+        yield []
+        del tensor
+
+    generator = holding(fake)
+    assert "a generator" not in next(generator)
+    assert "a generator" in names()
