@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind
+from smdistributed.modelparallel.torch.compat.private.backward import put_own_hook
 from smdistributed.modelparallel.torch.execute.compiled_backward import WaitingCalls
 from smdistributed.modelparallel.torch.execute.cuts import Entrance, enter, gradient_at, leave
 from smdistributed.modelparallel.torch.execute.itinerary import Itinerary
@@ -278,7 +279,7 @@ class Computation:
                 cut_outputs.append((value.index, leave(tensor, frees=frees)))
             if (hooked := plan.late.gradients.get(value)) is not None and tensor.requires_grad:
                 run_hooks = functools.partial(self._hooked, m, hooked)
-                tensor.register_hook(run_hooks)  # type: ignore[no-untyped-call]
+                put_own_hook(tensor.register_hook, run_hooks)
             detached = tensor.detach()
             if value.index in self._passes.returned[m] or value in plan.late.kept:
                 self.results[m][value.index] = detached
@@ -296,7 +297,7 @@ class Computation:
             if tensor.grad_fn is not None and id(tensor) not in left:
                 left[id(tensor)] = tensor
                 check = functools.partial(self._check_segment, action.segment)
-                tensor.register_hook(check)  # type: ignore[no-untyped-call]
+                put_own_hook(tensor.register_hook, check)
 
     def _backward(self, action: Action) -> None:
         def backward(saved: _Saved, roots: Roots, starts: Starts) -> None:

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     backward_pass_id,
     hooks_after_accumulation,
     hooks_on_gradient,
+    put_own_hook,
 )
 from smdistributed.modelparallel.torch.compat.private.modes import is_any_autocast, is_watched
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
@@ -50,7 +51,7 @@ class WaitingGradients:
         for root in roots:
             node = root.grad_fn if isinstance(root, torch.Tensor) else root.node
             if node is not None:
-                node.register_prehook(self._begin)
+                put_own_hook(node.register_prehook, self._begin)
 
     def _begin(self, gradients: Any) -> None:
         # User code may start backward passes of its own within this one.

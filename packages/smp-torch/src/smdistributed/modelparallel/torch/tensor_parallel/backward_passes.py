@@ -30,6 +30,7 @@ from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.compat.private.backward import (
     backward_pass_id,
     is_in_backward,
+    put_own_hook,
 )
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     Around,
@@ -162,7 +163,7 @@ class BackwardPasses:
             return
         node = self._noted.add(result, name)
         if node is not None:
-            node.register_prehook(functools.partial(self._check, weakref.ref(node)))
+            put_own_hook(node.register_prehook, functools.partial(self._check, weakref.ref(node)))
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[Noted]:

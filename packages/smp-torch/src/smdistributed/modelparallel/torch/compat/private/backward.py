@@ -109,9 +109,28 @@ def hook_of_several(hook: Any) -> Several | None:
     return Several(kept["lock"], kept.get("len_tensors", 0), kept["fn"])
 
 
+class _OwnHooks:
+    """Counts the hooks of this library."""
+
+    number = 0
+
+
+def put_own_hook(register: Callable[..., RemovableHandle], hook: Callable[..., Any]) -> None:
+    """Registers a hook of this library, which ``number_of_hooks_ever`` leaves out.
+
+    Each step has such hooks, and where others may have been registered they are looked for.
+
+    Args:
+        register: the method of a tensor or a node that takes a hook.
+        hook: the hook.
+    """
+    register(hook)
+    _OwnHooks.number += 1
+
+
 def number_of_hooks_ever() -> int:
-    """Returns how many hooks of any kind have been registered in this process."""
-    return int(RemovableHandle.next_id)
+    """Returns how many hooks of any kind others have registered in this process."""
+    return int(RemovableHandle.next_id) - _OwnHooks.number
 
 
 def hooks_of_accumulation(

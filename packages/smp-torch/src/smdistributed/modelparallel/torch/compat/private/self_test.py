@@ -25,6 +25,7 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     is_in_backward,
     lifted_by_transforms,
     number_of_hooks_ever,
+    put_own_hook,
     saved_tensors_hooks,
     when_backward_ends,
 )
@@ -400,6 +401,10 @@ def _hooks_of_gradients() -> None:
     _expect(len(seen) == 2, "hooks of nodes are seen")
     _expect(hooks_of_accumulation(pair[0]) == ([max], [min]), "hooks of nodes are listed")
     _expect(number_of_hooks_ever() >= before + 6, "hooks are counted")
+    before = number_of_hooks_ever()
+    put_own_hook(pair[0].register_hook, max)
+    put_own_hook(node.register_prehook, min)
+    _expect(number_of_hooks_ever() == before, "a hook that is put is one")
     leaf = nn.Parameter(torch.ones(1))
     added: list[torch.Tensor] = []
     with accumulations_seen([leaf], added.append):
