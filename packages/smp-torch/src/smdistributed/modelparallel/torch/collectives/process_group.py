@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from smdistributed.modelparallel.torch.collectives.host_numbers import MOST_NUMBERS, HostNumbers
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.compat.private.distributed import (
     all_gather_into,
@@ -26,6 +27,9 @@ class ProcessGroupCollectives:
     Args:
         group: torch's.
         blaming: a context in which errors of torch become errors that name who is missing.
+
+    Attributes:
+        numbers: compares numbers, if the ranks share memory of their host.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class ProcessGroupCollectives:
     ) -> None:
         self._group = group
         self._blaming = blaming
+        self.numbers: HostNumbers | None = None
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
@@ -132,6 +137,9 @@ class ProcessGroupCollectives:
 
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """See ``Collectives.compare``; on the host, so that no GPU is waited for."""
+        if self.numbers is not None and len(numbers) <= MOST_NUMBERS:
+            with self._blaming():
+                return self.numbers.compare(numbers)
         own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         out = own.new_empty(self.size * len(numbers))
         with self._blaming():

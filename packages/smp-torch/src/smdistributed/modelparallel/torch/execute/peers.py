@@ -92,6 +92,10 @@ class Peers:
         """Takes note that an exchange is over, or has been started."""
         self._inside.pop(exchange, None)
 
+    def are_there(self, ranks: Sequence[int]) -> bool:
+        """Whether no process of ``ranks`` has ended, as far as this host can tell."""
+        return not self._ended(ranks)
+
     @property
     def hosts(self) -> list[str]:
         """What names the host of each process; empty where that is unknown."""

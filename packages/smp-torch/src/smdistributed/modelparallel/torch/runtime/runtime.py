@@ -48,6 +48,7 @@ from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.common.whereabouts import Activity, telling
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
 from smdistributed.modelparallel.torch.building.manual_partition import ManualPartitions
+from smdistributed.modelparallel.torch.collectives.host_numbers import host_numbers
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
@@ -476,7 +477,7 @@ def _sharding_groups(
         return readable_memory(group, collectives, device, peers.hosts[rank], timeout, what)
 
     with peers.connecting():
-        return build_groups(
+        groups = build_groups(
             topology,
             degree,
             rank,
@@ -485,6 +486,13 @@ def _sharding_groups(
             peers.hosts if settings.sdp_hierarchical_allgather else None,
             readable,
         )
+    groups.collectives.numbers = host_numbers(
+        groups.collectives,
+        peers.hosts[rank],
+        lambda: peers.are_there(groups.members),
+        timeout.total_seconds(),
+    )
+    return groups
 
 
 def _context_group(

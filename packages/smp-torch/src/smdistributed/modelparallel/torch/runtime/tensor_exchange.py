@@ -15,6 +15,7 @@ from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.collectives.copy_engine import CopyEngineCollectives
+from smdistributed.modelparallel.torch.collectives.host_numbers import host_numbers
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
@@ -52,11 +53,15 @@ def build_tensor_group(
     def blaming() -> contextlib.AbstractContextManager[object]:
         return peers.blaming(members, "exchanging activations with")
 
-    collectives: Collectives = ProcessGroupCollectives(own, blaming)
+    host, backend = peers.hosts[rank], ProcessGroupCollectives(own, blaming)
+    backend.numbers = host_numbers(
+        backend, host, lambda: peers.are_there(members), timeout.total_seconds()
+    )
+    collectives: Collectives = backend
     stream = ExchangeStream(device)
     if device.type == "cuda":
         with stream.entered():
-            collectives = _fastest(collectives, own, device, blaming, peers.hosts[rank], timeout)
+            collectives = _fastest(collectives, own, device, blaming, host, timeout)
     return TensorGroup(
         ShapesOfFakes(OnOneStream(collectives, stream)),
         random,
