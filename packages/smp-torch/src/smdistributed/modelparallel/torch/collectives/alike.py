@@ -32,6 +32,10 @@ class AsIfAlike:
         """See ``Collectives.scatter_sum``."""
         return self.sum(torch.split(tensor, list(sizes))[self.rank])
 
+    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Collectives.sum_parts``."""
+        return self.sum(parts[self.rank])
+
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``."""
         return [self.scatter_sum(tensor, sizes)]

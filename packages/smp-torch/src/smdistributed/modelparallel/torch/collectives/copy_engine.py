@@ -9,7 +9,7 @@ single precision, in the order of the ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,20 +72,26 @@ class CopyEngineCollectives(DelegatingCollectives):
 
     def scatter_sum(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.scatter_sum``."""
-        if not self._sums(tensor):
+        if not self._sums([tensor]):
             return super().scatter_sum(tensor, sizes)
-        parts = self.scatter_parts(tensor, sizes)
-        return fused_sum(*parts) if parts[0].numel() else parts[0].clone()
+        return _sum_of(self._given(torch.split(tensor, list(sizes))))
+
+    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Collectives.sum_parts``."""
+        return _sum_of(self._given(parts)) if self._sums(parts) else super().sum_parts(parts)
 
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``; in the order of the ranks."""
-        if not self._sums(tensor):
+        if not self._sums([tensor]):
             return super().scatter_parts(tensor, sizes)
-        parts = torch.split(tensor, list(sizes))
+        return self._given(torch.split(tensor, list(sizes)))
+
+    def _given(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gives each other rank its part; returns what all have given this one, itself included."""
         own = parts[self.rank]
         most = max(part.numel() for part in parts)
         with self._blaming():
-            given = self._buffers.next_parts(most * tensor.dtype.itemsize)
+            given = self._buffers.next_parts(most * own.dtype.itemsize)
             for taker in self._others():
                 part = parts[taker]
                 if part.numel():
@@ -111,9 +117,10 @@ class CopyEngineCollectives(DelegatingCollectives):
         """See ``Collectives.memory``."""
         return self._buffers.memory
 
-    def _sums(self, tensor: torch.Tensor) -> bool:
-        """Whether tensors like this one are summed here; the same answer on all ranks."""
-        return tensor.is_floating_point() and self._takes(tensor, tensor.numel())
+    def _sums(self, parts: Sequence[torch.Tensor]) -> bool:
+        """Whether tensors like these are summed here; the same answer on all ranks."""
+        total = sum(part.numel() for part in parts)
+        return parts[0].is_floating_point() and self._takes(parts[0], total)
 
     def _takes(self, tensor: torch.Tensor, most: int) -> bool:
         """Whether buffers are for a tensor; the same answer on all ranks.
@@ -128,3 +135,7 @@ class CopyEngineCollectives(DelegatingCollectives):
     def _others(self) -> list[int]:
         """Returns the other ranks, in an order in which not all turn to one at a time."""
         return [(self.rank + distance) % self.size for distance in range(1, self.size)]
+
+
+def _sum_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return fused_sum(*parts) if parts[0].numel() else parts[0].clone()

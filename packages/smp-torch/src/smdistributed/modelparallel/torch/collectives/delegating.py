@@ -29,6 +29,10 @@ class DelegatingCollectives:
         """See ``Collectives.scatter_sum``."""
         return self._backend.scatter_sum(tensor, sizes)
 
+    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Collectives.sum_parts``."""
+        return self._backend.sum_parts(parts)
+
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``."""
         return self._backend.scatter_parts(tensor, sizes)

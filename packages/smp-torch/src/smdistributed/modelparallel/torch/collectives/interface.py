@@ -38,6 +38,15 @@ class Collectives(Protocol):
         Shape: ``(sum(sizes), ...)``; returns ``(sizes[rank], ...)``.
         """
 
+    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Sums over the ranks what each gives this one, and returns that.
+
+        Shape: ``(sizes[rank],)``, and so of each part for its rank.
+
+        Args:
+            parts: what each rank gets of this one, contiguous.
+        """
+
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """Returns tensors whose sum is what ``scatter_sum`` returns, for who reads them once.
 

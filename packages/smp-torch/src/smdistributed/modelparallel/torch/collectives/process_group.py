@@ -75,6 +75,10 @@ class ProcessGroupCollectives:
             reduce_scatter_into(out, tensor.contiguous(), self._group)
         return out[: sizes[self.rank]]
 
+    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Collectives.sum_parts``."""
+        return self.scatter_sum(torch.cat(list(parts)), [part.numel() for part in parts])
+
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``; there is one."""
         return [self.scatter_sum(tensor, sizes)]

@@ -188,6 +188,12 @@ class OnOneStream(DelegatingCollectives):
             made = super().scatter_sum(tensor, sizes)
         return self._awaited(made)
 
+    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Collectives.sum_parts``."""
+        with self._stream.entered(*parts):
+            made = super().sum_parts(parts)
+        return self._awaited(made)
+
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``; what is read on another stream is summed first."""
         if self._stream.is_current:

@@ -81,8 +81,8 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
     if not sum(sizes):
         return own.clone()
     # As they lie in memory, which dropout goes by.
-    flat = torch.cat([each.permute(in_memory(each)).reshape(-1) for each in lanes])
-    total = collectives.scatter_sum(flat, sizes)
+    flat = [each.permute(in_memory(each)).reshape(-1) for each in lanes]
+    total = collectives.sum_parts(flat)
     order = in_memory(own)
     back = [order.index(dim) for dim in range(own.dim())]
     return no_view(total.view([own.shape[dim] for dim in order]).permute(back))
