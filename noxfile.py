@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ TENSORFLOWS = ("2.15.1", "2.21.0")
 PACKAGE_OF = {"torch": "smp-torch", "tensorflow": "smp-tf"}
 #: Many processes share few cores: threads of their own would hold them up.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+#: For tests that may take longer than those of CI: TensorFlow traces each microbatch.
+MORE_MICROBATCHES = {**ONE_THREAD, "TF_TESTS_MICROBATCHES": "4"}
 #: What machines differ in, by name: nothing may depend on it.
 SETTINGS = {
     # The arithmetic of another maker's processor, as far as the libraries below can be told to.
@@ -243,8 +245,8 @@ def lowest(package: str) -> list[str]:
 # Checks
 
 
-def run_tests(session: Runner, *words: str) -> None:
-    session.run("pytest", *words, env=ONE_THREAD)
+def run_tests(session: Runner, *words: str, env: Mapping[str, str] = ONE_THREAD) -> None:
+    session.run("pytest", *words, env=env)
 
 
 def check_style(session: Runner) -> None:
@@ -292,9 +294,10 @@ def check_processes(
     *words: str,
     which: str = "multiproc and not slow",
     kinds: tuple[str, ...] = PROCESSES,
+    env: Mapping[str, str] = ONE_THREAD,
 ) -> None:
     places = [place for kind in kinds for place in suites(kind, packages)]
-    run_tests(session, "-m", which, LONGEST, *places, *words)
+    run_tests(session, "-m", which, LONGEST, *places, *words, env=env)
 
 
 def check_examples(session: Runner, *words: str) -> None:
@@ -557,7 +560,7 @@ def all_with_tensorflow(session: nox.Session, *words: str, version: str) -> None
     """Run all tests of smp-tf."""
     install_tensorflow(session, version)
     check_units(session, ["smp-tf"], *words)
-    check_processes(session, ["smp-tf"], *words, which="multiproc")
+    check_processes(session, ["smp-tf"], *words, which="multiproc", env=MORE_MICROBATCHES)
 
 
 @part("tensorflow", "some")
@@ -643,7 +646,7 @@ def thorough(session: nox.Session, *words: str) -> None:
     prepare(session, "test", "architectures", "examples")
     kinds = ("unit", "multiproc", "architectures")
     places = (*(place for kind in kinds for place in suites(kind)), "examples/tests")
-    run_tests(session, "-m", "slow", LONGEST, *places, *words)
+    run_tests(session, "-m", "slow", LONGEST, *places, *words, env=MORE_MICROBATCHES)
 
 
 @part("long")
@@ -696,7 +699,7 @@ def architectures(session: nox.Session, *words: str) -> None:
 def population(session: nox.Session, *words: str) -> None:
     """Train a population of Keras models: which give the numbers of TensorFlow alone?"""
     prepare(session, "test", packages=("smp-common", "smp-tf"))
-    session.run("python", "packages/smp-tf/tests/population", *words, env=ONE_THREAD)
+    session.run("python", "packages/smp-tf/tests/population", *words, env=MORE_MICROBATCHES)
 
 
 @part("long")

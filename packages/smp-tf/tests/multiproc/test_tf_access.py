@@ -15,7 +15,7 @@ from smdistributed.modelparallel.common.testing import Worlds
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
-FEW = {("variables", "between"), ("gradients", "between"), ("slots", "function")}
+FEW = {("variables", "between"), ("slots", "function")}
 
 
 def _differences(found: Any, expected: Any, name: str = "") -> Iterator[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from tf_worlds import TWO_BY_HAND
+from tf_worlds import MICROBATCHES, TWO_BY_HAND
 
 from smdistributed.modelparallel.common.errors import (
     CommError,
@@ -64,9 +64,11 @@ def case_wrong_batch_sizes() -> None:
     step = stepping(layers())
     expect(ConfigError, "the batch is empty", lambda: step(ones(0)))
     output = stepping(layers())(ones(5))
-    assert [len(each) for each in output.outputs] == [2, 1, 1, 1]
-    assert output.weights == [0.4, 0.2, 0.2, 0.2]
-    assert [len(each) for each in step(ones(3)).outputs] == [1, 1, 1]
+    sizes = [len(each) for each in np.array_split(range(5), MICROBATCHES)]
+    assert [len(each) for each in output.outputs] == sizes
+    assert output.weights == [size / 5 for size in sizes]
+    few = MICROBATCHES - 1
+    assert [len(each) for each in step(ones(few)).outputs] == [1] * few
     expect(TypeError, "where one array is needed", lambda: np.asarray(output))
 
 
@@ -133,7 +135,8 @@ def case_what_is_no_tensor() -> None:
     with pytest.warns(UserWarning, match="is that of the first microbatch"):
         found = smp.step(body)(ones(4))
     assert found["loss"].merge().shape == [4, WIDTH]
-    assert (found["number"], found["half"]) == ([0, 1, 2, 3], [0, 0.5, 1, 1.5])
+    assert found["number"] == [*range(MICROBATCHES)]
+    assert found["half"] == [number / 2 for number in range(MICROBATCHES)]
     assert (found["word"], found["same"]) == ("word 0", ("a", None, True))
 
 
@@ -321,11 +324,12 @@ def case_batches_that_differ() -> None:
     model = layers()
     step = stepping(model)
     of_other_size, of_other_type = (4 + 4 * smp.rank(), WIDTH), (tf.float32, tf.float64)[smp.rank()]
-    message = r"given microbatches of \(1, 4\) float32 on rank 0, of \(2, 4\) float32 on rank 1"
+    rows = 4 // MICROBATCHES
+    on_ranks = rf"\({rows}, 4\) float32 on rank 0, of \({2 * rows}, 4\) float32 on rank 1"
+    message = f"given microbatches of {on_ranks}"
     expect(PartitionError, message, lambda: step(tf.ones(of_other_size)))
-    message = (
-        r"\(1, 4\) float32 on rank 0, of \(1, 4\) float64 on rank 1: let data depend on smp.dp"
-    )
+    on_ranks = rf"\({rows}, 4\) float32 on rank 0, of \({rows}, 4\) float64 on rank 1"
+    message = f"{on_ranks}: let data depend on smp.dp"
     expect(PartitionError, message, lambda: step(tf.ones([4, WIDTH], of_other_type)))
     # Numbers are looked at when it runs; what rounding or NaN makes of them is no difference.
     named = smp.step(lambda x, ids, texts: model(x) + 0.0 * tf.cast(ids[:, None], tf.float32))

@@ -18,7 +18,7 @@ REPLICAS = world(
     pipeline_parallel_degree=2,
     auto_partition=False,
     default_partition=0,
-    microbatches=MICROBATCHES // 2,
+    microbatches=MICROBATCHES // 2,  # of the same examples as without replicas
 )
 #: Each kind of place, and draws of each kind.
 FEW = [

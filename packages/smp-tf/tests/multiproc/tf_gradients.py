@@ -55,7 +55,7 @@ def of_others(side: Side) -> Found:
     @side.step
     def compute(x: Any) -> Any:
         with tf.GradientTape() as tape:
-            x = x + tf.gather_nd(tables[0], [[0], [1]]) + tf.gather(tables[1], [2, 3])
+            x = x[:2] + tf.gather_nd(tables[0], [[0], [1]]) + tf.gather(tables[1], [2, 3])
             x = x + read()[:2]
             x = x + tf.cond(
                 tf.reduce_sum(x) > 1e6, lambda: tf.zeros([2, WIDTH]), lambda: tables[3][:2]

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH, rows
 from tf_users import class_of_halves, train
+from tf_worlds import MICROBATCHES
 
 L = tf.keras.layers
 
@@ -222,8 +223,14 @@ def _without_accumulate(side: Side) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "own train_step": (_own_train_step, "_Own has a train_step of its own"),
     "early variables": (_early_variables, "received what it had before, none"),
-    "updates in the body": (_updates_in_the_body, "which would be made 4 times a batch"),
+    "updates in the body": (
+        _updates_in_the_body,
+        f"be made {MICROBATCHES} times a batch",
+    ),
     "parts alone": (_parts_alone, "that no step function has placed"),
     "own backup": (_own_backup, "received the class Own: use the class of Keras"),
-    "without accumulate": (_without_accumulate, r"a tensor for each microbatch \(4\)"),
+    "without accumulate": (
+        _without_accumulate,
+        rf"tensor for each microbatch \({MICROBATCHES}\)",
+    ),
 }

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from tf_beside import with_library
 from tf_calls import WIDTH, rows
-from tf_worlds import library
+from tf_worlds import MICROBATCHES, library
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 
@@ -258,7 +258,8 @@ def in_the_body(place: str) -> list[Any]:
 
     noise, same, loss, _ = compute(rows())
     assert np.allclose(noise.merge(), same.merge()), "two processes drew other numbers"
-    assert not np.allclose(noise.outputs[0] - rows()[:2], noise.outputs[1] - rows()[2:4])
+    first, second, *_ = tf.split(rows(), MICROBATCHES)
+    assert not np.allclose(noise.outputs[0] - first, noise.outputs[1] - second)
     return [noise.merge().numpy(), loss.stack().numpy()]
 
 

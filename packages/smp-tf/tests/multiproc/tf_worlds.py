@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from smdistributed.modelparallel.common.testing import Launcher, World
 
-MICROBATCHES = 4
+#: Of a batch. Each is traced, which takes most of the time: two show what one leaves to the next.
+#: Sessions that run slow tests have more, see ``noxfile.py``.
+MICROBATCHES = int(os.environ.get("TF_TESTS_MICROBATCHES", "2"))
 #: What a job may be given before each body, since the library reads it in each step.
 CHANGED = ("auto_partition", "default_partition", "pipeline")
 QUIET = {
