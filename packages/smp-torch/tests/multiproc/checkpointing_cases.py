@@ -172,19 +172,31 @@ def case_native_sequential() -> None:
     _same(Stack, call)
 
 
+def _sequential(strategy: str) -> None:
+    _same(Stack, functools.partial(checkpoint_sequential, strategy=strategy))
+
+
+def _marked(strategy: str) -> None:
+    def mark(module: Any) -> None:
+        smp.set_activation_checkpointing(module.layers, strategy=strategy)
+
+    _same(Stack, plain, prepare=mark)
+
+
 def case_documented_forms() -> None:
     _same(Net, checkpoint)
-    for strategy in ("each", "contiguous", "group_3"):
-        _same(Stack, functools.partial(checkpoint_sequential, strategy=strategy))
+    _sequential("group_3")
+
+
+def case_strategies_of_the_other_form() -> None:
+    for strategy in ("each", "contiguous"):
+        _sequential(strategy)
+    _marked("group_3")
 
 
 def case_marked_modules() -> None:
-    for strategy in ("each", "contiguous", "group_3"):
-
-        def mark(module: Any, strategy: str = strategy) -> None:
-            smp.set_activation_checkpointing(module.layers, strategy=strategy)
-
-        _same(Stack, plain, prepare=mark)
+    for strategy in ("each", "contiguous"):
+        _marked(strategy)
 
     def mark_list(module: Any) -> None:
         smp.set_activation_checkpointing(module.layers, strategy="contiguous")

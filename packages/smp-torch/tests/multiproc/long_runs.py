@@ -12,7 +12,7 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.testing.footprint import check_long_run
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.record.ir import Graph
-from smdistributed.modelparallel.torch.stepping import lockstep
+from smdistributed.modelparallel.torch.stepping import lockstep, preparing
 
 WIDTH = 8
 
@@ -58,7 +58,10 @@ def ask(num_first: int, num_steps: int) -> tuple[int, int]:
         return loss
 
     held = []
-    with mock.patch.object(lockstep, "_MOST_OPERATIONS", 100):
+    with (
+        mock.patch.multiple(lockstep, _MOST_OPERATIONS=100, _MOST_WAYS=6, _MOST_PLANS=8),
+        mock.patch.object(preparing, "_MOST_PREPARED", 6),
+    ):
         for _ in range(num_steps):
             compute(model, torch.randn(8, WIDTH))
             assert len(FakeTensorMode.cache) < 200

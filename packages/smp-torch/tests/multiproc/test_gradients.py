@@ -28,7 +28,7 @@ GROUPS = {
 }
 #: What the larger worlds run of groups that a smaller one runs whole.
 FEW = {
-    "pp4": ("clip_imported_inf", "a_rank_without_parameters"),
+    "pp4": ("a_rank_without_parameters",),
     "pp2-dp2": (
         *("reduction_small_buckets", "join", "two_models_of_one_loss"),
         *gradient_cases.BOTH,

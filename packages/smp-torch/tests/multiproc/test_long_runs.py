@@ -44,5 +44,5 @@ def test_a_long_run_holds_no_more_than_a_short_one(
 
 
 def test_questions_about_activations_leave_nothing(worlds: Worlds) -> None:
-    for first, later in run(worlds, WORLDS["pipeline"], long_runs.ask, 35, 50):
+    for first, later in run(worlds, WORLDS["pipeline"], long_runs.ask, 12, 20):
         assert later <= first

@@ -33,9 +33,10 @@ def run_checkpointing(case: str) -> Any:
     return checkpointing_cases.cases()[case]()
 
 
-#: What is tried over other numbers of partitions than two.
+#: What every run tries, by the number of partitions: each strategy in one form.
 FEW = {
     1: ("functions_in_glue", "a_region_over_all_partitions", "native_sequential"),
+    2: checkpointing_cases.cases().keys() - {"strategies_of_the_other_form"},
     3: (),
 }
 
@@ -43,9 +44,7 @@ FEW = {
 @pytest.mark.parametrize(
     ("degree", "case"),
     [
-        pytest.param(
-            degree, case, marks=() if case in FEW.get(degree, (case,)) else pytest.mark.slow
-        )
+        pytest.param(degree, case, marks=() if case in FEW[degree] else pytest.mark.slow)
         for degree in (1, 2, 3)
         for case in checkpointing_cases.cases()
     ],

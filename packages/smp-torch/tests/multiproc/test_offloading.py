@@ -33,7 +33,6 @@ QUICK = {
     "one": tuple(offload_cases.CASES),
     "pp2": ("all_forward_passes_first",),
     "tp2": ("a_sequence",),
-    "pp2-fp16": ("a_sequence",),
     "sdp2": ("regions_in_glue",),
 }
 

@@ -30,9 +30,10 @@ SECONDS = {
     "even": {Kind.FORWARD: 1.0, Kind.INPUT_GRADIENTS: 1.0, Kind.WEIGHT_GRADIENTS: 1.0},
 }
 WORLDS = {
-    "halves": pipeline(2, launcher="fork", microbatches=8, pipeline="zero_bubble"),
+    "halves": pipeline(2, launcher="fork", microbatches=4, pipeline="zero_bubble"),
+    # Of fewer, whole backward passes are ordered by what they take, too.
     "whole": pipeline(2, launcher="fork", microbatches=8, pipeline="interleaved"),
-    "replicas": replicas(2, 2, microbatches=8, pipeline="zero_bubble"),
+    "replicas": replicas(2, 2, microbatches=4, pipeline="zero_bubble"),
 }
 
 
@@ -123,7 +124,8 @@ def compare(
     ("world", "kind"),
     quick(
         itertools.product(WORLDS, SECONDS),
-        [("halves", "uneven"), ("halves", "even"), ("whole", "uneven"), ("replicas", "uneven")],
+        # Of replicas, see below.
+        [("halves", "uneven"), ("halves", "even"), ("whole", "uneven")],
     ),
 )
 def test_passes_are_ordered_by_what_they_took(worlds: Worlds, world: str, kind: str) -> None:
@@ -140,7 +142,8 @@ def test_passes_are_ordered_by_what_they_took(worlds: Worlds, world: str, kind: 
         assert not changed
     # What was predicted by operations, and by passes.
     assert [len(lines) for _, _, lines in ranks] == [2] + [0] * (len(ranks) - 1)
-    assert "8 microbatches is predicted to take" in ranks[0][2][1]
+    number = 8 if world == "whole" else 4
+    assert f"{number} microbatches is predicted to take" in ranks[0][2][1]
 
 
 def test_only_steps_of_one_kind_that_train_count(worlds: Worlds) -> None:

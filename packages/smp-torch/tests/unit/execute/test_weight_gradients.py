@@ -411,7 +411,14 @@ def compiled_use(
     return run
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize(
+    "kind",
+    # Convolutions differ in the number of their dimensions alone.
+    [
+        pytest.param(kind, marks=() if kind in ("linear", "conv2d") else pytest.mark.slow)
+        for kind in LAYERS
+    ],
+)
 @pytest.mark.parametrize("use", USES)
 def test_halves_give_the_gradients_of_the_whole(use: str, kind: str) -> None:
     layer, shapes = LAYERS[kind]
