@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 @pytest.mark.parametrize(
     "name",
     [
-        "loops",
+        # Loops that leave nothing are in test_tf_equality.
+        pytest.param("loops", marks=pytest.mark.slow),
         "repeated_norm",
         "read_then_written",
         "written_in_the_body",

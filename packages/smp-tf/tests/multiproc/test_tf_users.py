@@ -20,8 +20,7 @@ MODULES = (tf_users_layers, tf_users_python, tf_users_training, tf_users_fit, tf
 #: Each shows something that no other test has; the others are a population.
 FEW = {
     *("lazy_variables", "effects_of_gradients", "stateful_recurrence", "constraints"),
-    *("called_in_loops_and_branches", "two_tapes_and_a_state", "trained_on_adversaries"),
-    "penalty_at_examples",
+    *("called_in_loops_and_branches", "penalty_at_examples"),
 }
 ALL = [(module, name) for module in MODULES for name in module.NAMES]
 
