@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import tensorflow as tf
 
+from smdistributed.modelparallel.tensorflow.parameters.owners import Owner, owner_of, stand_in
 from smdistributed.modelparallel.tensorflow.stepping.output import StepOutput
 
 PARTS = [np.arange(6.0, dtype=np.float32).reshape(2, 3) - number for number in range(3)]
@@ -35,3 +36,11 @@ def test_the_mean_is_weighted() -> None:
 def test_sums_in_half_precision_do_not_overflow() -> None:
     parts = [tf.constant([40000.0], tf.float16)] * 4
     assert StepOutput(parts, [0.25] * 4).accumulate().numpy() == [40000.0]
+
+
+def test_means_of_what_another_process_has_are_of_it_too() -> None:
+    owner = Owner(1, False, "kernel")
+    parts = [stand_in(tf.zeros([2]), owner) for _ in range(2)]
+    output = StepOutput(parts, [0.5, 0.5])
+    for mean in (output.reduce_mean(), output.accumulate()):
+        assert owner_of(mean) == owner
