@@ -48,7 +48,7 @@ def main() -> int:
             name for name, each in cases.items() if options.framework not in each.quick_with
         ]
         cases = {name: each for name, each in cases.items() if name not in left_out}
-        print(f"left to the quick run of another framework: {len(left_out)} cases")
+        print(f"left to another framework's quick run, or to other tests: {len(left_out)} cases")
     started = time.monotonic()
     note = functools.partial(print, flush=True)
     outcomes = runner.run(options.framework, cases, note, is_quick=options.quick)

@@ -56,7 +56,8 @@ class Case:
     def some_worlds(self, framework: str) -> tuple[str, ...]:
         """Returns worlds that show the behaviour: all for one of ranks and groups, else one.
 
-        None where it is the same code with another framework, whose quick runs try it.
+        None where other tests show it: quick runs of another framework, with which it is the same
+        code, or tests of the package.
         """
         if framework not in self.quick_with:
             return ()
@@ -132,10 +133,27 @@ def job_case(
 
 
 def torch_case(
-    *rows: str, worlds: tuple[str, ...] = ("pipeline",), starts_jobs: bool = False
+    *rows: str,
+    worlds: tuple[str, ...] = ("pipeline",),
+    starts_jobs: bool = False,
+    is_quick: bool = True,
 ) -> Callable[[Body], Body]:
-    """Makes a case that only PyTorch has."""
-    return case(*rows, worlds=worlds, frameworks=("torch",), starts_jobs=starts_jobs)
+    """Makes a case that only PyTorch has.
+
+    Args:
+        rows: of the specification that it comes from.
+        worlds: where it runs.
+        starts_jobs: whether it starts a job of copies.
+        is_quick: False where tests of the package that run beside show the same.
+    """
+    only = ("torch",)
+    return case(
+        *rows,
+        worlds=worlds,
+        frameworks=only,
+        quick_with=only if is_quick else (),
+        starts_jobs=starts_jobs,
+    )
 
 
 def tensorflow_case(
@@ -143,10 +161,26 @@ def tensorflow_case(
     worlds: tuple[str, ...] = ("pipeline",),
     needs: tuple[str, ...] = (),
     starts_jobs: bool = False,
+    is_quick: bool = True,
 ) -> Callable[[Body], Body]:
-    """Makes a case that only TensorFlow has."""
+    """Makes a case that only TensorFlow has.
+
+    Args:
+        rows: of the specification that it comes from.
+        worlds: where it runs.
+        needs: modules that it imports besides those of the framework's package.
+        starts_jobs: whether it starts a job of copies.
+        is_quick: False where tests of the package that run beside show the same.
+    """
     only = ("tensorflow",)
-    return case(*rows, worlds=worlds, frameworks=only, needs=needs, starts_jobs=starts_jobs)
+    return case(
+        *rows,
+        worlds=worlds,
+        frameworks=only,
+        quick_with=only if is_quick else (),
+        needs=needs,
+        starts_jobs=starts_jobs,
+    )
 
 
 def later(

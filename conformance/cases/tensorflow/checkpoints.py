@@ -100,10 +100,10 @@ def training_goes_on_from_a_checkpoint(adapter: Any) -> None:
 )
 def a_checkpoint_is_on_disk_when_save_returns(adapter: Any) -> None:
     """With the manager's state as text, and files of the given name."""
+    training = Training(adapter)
+    training.go(1)
     for options, prefix in (({}, "ckpt"), ({"checkpoint_name": "mine"}, "mine")):
         with shared_folder(adapter) as folder:
-            training = Training(adapter)
-            training.go(1)
             training.manager(folder, **options).save()
             found = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
             assert any(
@@ -126,10 +126,10 @@ def _numbers(folder: Path) -> set[str]:
     worlds=("alone", "pipeline"),
 )
 def old_checkpoints_go_and_the_newest_is_restored(adapter: Any) -> None:
+    training = Training(adapter)
+    training.go(1)
     for keep, left in ((2, 2), (None, 4)):
         with shared_folder(adapter) as folder:
-            training = Training(adapter)
-            training.go(1)
             manager = training.manager(folder, max_to_keep=keep)
             for _ in range(4):
                 training.go(1)
@@ -185,7 +185,10 @@ def a_new_model_is_restored_before_its_first_step(adapter: Any) -> None:
 
 
 @tensorflow_case(
-    "smp.CheckpointManager.restore", "smp.register_post_partition_hook", worlds=("pipeline",)
+    "smp.CheckpointManager.restore",
+    "smp.register_post_partition_hook",
+    worlds=("pipeline",),
+    is_quick=False,
 )
 def a_new_model_is_restored_in_a_hook(adapter: Any) -> None:
     _resumes(adapter, "hook")

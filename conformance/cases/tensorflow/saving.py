@@ -43,7 +43,9 @@ def _serves(adapter: Any, model: Any, folder: Path) -> None:
         np.testing.assert_allclose(got, wanted, atol=1e-5)
 
 
-@tensorflow_case("smp.DistributedModel.save_model(save_path)", _ROW, worlds=("alone", "both"))
+@tensorflow_case(
+    "smp.DistributedModel.save_model(save_path)", _ROW, worlds=("alone", "both"), is_quick=False
+)
 def a_saved_model_is_whole_and_has_the_newest_weights(adapter: Any) -> None:
     with shared_folder(adapter) as folder:
         training = Training(adapter)

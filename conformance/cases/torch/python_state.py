@@ -323,20 +323,20 @@ def python_is_free_in_one_process(adapter: Any) -> None:
         assert not refused(adapter, "between modules", reader)
 
 
-@torch_case("torch.script_rules", worlds=("pipeline",))
+@torch_case("torch.script_rules", worlds=("pipeline",), is_quick=False)
 def what_python_changes_between_steps_is_seen(adapter: Any) -> None:
     assert not refused(adapter, "between steps", "split")
     # Whoever moves it on by reading it does so on stand-ins too.
     assert refused(adapter, "between steps", "whole") <= {"a cycle", "an iterator"}
 
 
-@torch_case("torch.script_rules", worlds=("pipeline",))
+@torch_case("torch.script_rules", worlds=("pipeline",), is_quick=False)
 def what_python_changes_between_microbatches_is_seen_or_refused(adapter: Any) -> None:
     assert not refused(adapter, "before the model", "split")
     refused(adapter, "before the model", "whole")
 
 
-@torch_case("torch.script_rules", worlds=("pipeline",))
+@torch_case("torch.script_rules", worlds=("pipeline",), is_quick=False)
 def what_python_changes_between_modules_is_seen_or_refused(adapter: Any) -> None:
     assert not refused(adapter, "between modules", "split")
     refused(adapter, "between modules", "whole")

@@ -256,7 +256,7 @@ def without_the_library(adapter: Any, net: Any, steps: int) -> list[Any]:
     return found
 
 
-@torch_case("torch.script_rules", worlds=("alone", *SPLIT))
+@torch_case("torch.script_rules", worlds=("alone", *SPLIT), is_quick=False)
 def state_that_modules_share_is_right_or_refused(adapter: Any) -> None:
     import torch
 
