@@ -91,11 +91,11 @@ ON_DEVICES = {
     ),
     "tensorflow": ("tf_equality", "tf_checkpoints", "tf_optimizers"),
 }
-#: Files of tests that start processes of PyTorch and that the third lane of ``tests`` runs: lanes
-#: are to take as long as each other.
-IN_THIRD_LANE = tuple(
-    f"packages/smp-torch/tests/multiproc/test_{name}.py"
-    for name in ("plan", "restarts", "experts", "formats", "context_parallel")
+#: Files of tests that start processes of PyTorch and that other lanes of ``tests`` run than the
+#: first: lanes are to take as long as each other.
+IN_SECOND_LANE, IN_THIRD_LANE = (
+    tuple(f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names)
+    for names in (("plan", "restarts", "formats"), ("experts", "context_parallel"))
 )
 #: Tests of these kinds start processes.
 PROCESSES = ("multiproc", "architectures", "failures")
@@ -326,13 +326,13 @@ def check_in_setting(session: Runner, name: str, *words: str) -> None:
 
 def check_with_torch(session: Runner) -> None:
     """One lane of ``tests``: what starts processes of PyTorch."""
-    elsewhere = (f"--ignore={place}" for place in IN_THIRD_LANE)
+    elsewhere = (f"--ignore={place}" for place in (*IN_SECOND_LANE, *IN_THIRD_LANE))
     check_processes(session, ["smp-torch"], *elsewhere, *session.posargs, kinds=("multiproc",))
     check_in_setting(session, "other-maker", *OTHER_MAKER_SMOKE)
 
 
 def check_with_tensorflow(session: Runner) -> None:
-    """The other lane, of the same length: what starts TensorFlow, or one process."""
+    """A second lane: what starts TensorFlow, or one process, and some of the first."""
     words = session.posargs
     check_types(session)
     check_imports(session)
@@ -342,6 +342,7 @@ def check_with_tensorflow(session: Runner) -> None:
     check_docs(session, "-D", "html_theme=basic")
     check_builds(session, "-m", "not slow")
     check_processes(session, ["smp-tf"], *words)
+    run_tests(session, "-m", "not slow", LONGEST, *IN_SECOND_LANE, *words)
     # Last, since every process of TensorFlow would import some of it.
     install_groups(session, "examples")
     check_examples(session, *words)

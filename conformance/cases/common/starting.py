@@ -135,7 +135,13 @@ def want_three(framework: str) -> None:
     adapter_of(framework).smp.init({"pipeline_parallel_degree": 3})
 
 
-@case("config.pipeline_parallel_degree", "smp.init", worlds=("new",), starts_jobs=True)
+@case(
+    "config.pipeline_parallel_degree",
+    "smp.init",
+    worlds=("new",),
+    quick_with=("torch",),
+    starts_jobs=True,
+)
 def degrees_that_do_not_divide_are_refused_with_some_that_do(adapter: Adapter) -> None:
     from smdistributed.modelparallel.common.testing import RanksFailedError, run_ranks
 

@@ -44,7 +44,7 @@ def evaluate_and_predict_follow_fit(adapter: Any) -> None:
     np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-5)
 
 
-@tensorflow_case(_ROW, worlds=_SOME)
+@tensorflow_case(_ROW, worlds=_SOME, is_quick=False)
 def fit_updates_once_a_batch(adapter: Any) -> None:
     """Microbatches add up; they are no batches."""
     model = _compiled(adapter, adapter.chain())

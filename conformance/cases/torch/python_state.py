@@ -359,7 +359,13 @@ def part_ways() -> None:
         step(model, x)
 
 
-@torch_case("torch.script_rules", "common.data_consistency", worlds=("new",), starts_jobs=True)
+@torch_case(
+    "torch.script_rules",
+    "common.data_consistency",
+    worlds=("new",),
+    starts_jobs=True,
+    is_quick=False,
+)
 def ranks_that_go_different_ways_are_told(adapter: Any) -> None:
     with pytest.raises(RanksFailedError, match=r"different computations(?s:.*)rank 1") as error:
         run_ranks(2, part_ways, **quickly(adapter))

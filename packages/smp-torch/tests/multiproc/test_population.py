@@ -165,7 +165,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "roads": (20, 40),
         "writes": (160, 640),
         "order": (240, 960),
-        "views": (2160, 2880),
+        "views": (720, 1440),
         "repeated": (460, 920),
         "recomputed": (0, 720),
         "around": (0, 24),
@@ -194,7 +194,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
     # What is captured must not miss what is kept, written, used, or done around a step.
     "graphs": {
         "state": (2, 384),
-        "uses": (42, 120),
+        "uses": (2, 40),
         "parameters": (14, 24),
         "writes": (2, 640),
         "around": (14, 24),
@@ -359,6 +359,7 @@ def test_what_a_module_computes_and_keeps_is_seen_by_code_outside(worlds: Worlds
         "penalties, inner hook, step",
         "dict made anew, inner, model",
         "made anew, hook, loss",
+        "ordered, hook, model",
     ]
     for found in run(worlds, WORLDS["pp2"], try_features, names):
         assert set(found.values()) == {"exact"}
