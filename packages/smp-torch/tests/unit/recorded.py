@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.planning.placement import Placement, decide
 from smdistributed.modelparallel.torch.planning.segments import Plan, cut
+from smdistributed.modelparallel.torch.planning.spread_gradients import spread_gradients
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.work import Operations
@@ -93,7 +94,9 @@ class Recorded:
         self.passes(function, *args)
         way = self.way(function, *args)
         assert self.placement is not None
-        return cut(way.graph, self.placement.partition_of, self.placement.owner_of, self.costs)
+        places = self.placement.partition_of, self.placement.owner_of
+        spread_gradients(way.graph, *places)
+        return cut(way.graph, *places, self.costs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Stands for ``model.backward`` in a body."""

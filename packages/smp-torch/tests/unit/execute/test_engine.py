@@ -67,7 +67,7 @@ def run(plan: Plan, *inputs: torch.Tensor) -> dict[int, torch.Tensor]:
     values: dict[int, torch.Tensor] = {}
     inputs += tuple(each.tensor for each in plan.graph.constants)
     for segment in plan.segments:
-        program = Program(plan, segment, CPU, StepRandom(CPU).drawing)
+        program = Program(plan, segment, CPU, StepRandom(CPU))
         arguments = [values[value.index] for value in segment.inputs]
         results = program.run(inputs, CarriedObjects(Carried.copy), *arguments)
         values |= {
@@ -284,7 +284,7 @@ def test_an_object_that_is_handed_over_may_hold_constants() -> None:
     carried = CarriedObjects(Carried.copy)
     for _ in range(2):
         (segment,) = plan.segments
-        (result,) = Program(plan, segment, CPU, StepRandom(CPU).drawing).run([x], carried)
+        (result,) = Program(plan, segment, CPU, StepRandom(CPU)).run([x], carried)
         assert torch.equal(result, module(x))  # each microbatch starts with 0.5
         carried.clear()
 

@@ -119,7 +119,7 @@ def compute(plan: Plan, compiled: CompiledRuns | None) -> list[Any]:
     x = torch.rand(2, WIDTH)
     values: dict[int, torch.Tensor] = {}
     for segment in plan.segments:
-        program = Program(plan, segment, CPU, StepRandom(CPU).drawing, compiled)
+        program = Program(plan, segment, CPU, StepRandom(CPU), compiled)
         given = (x, *(each.tensor for each in plan.graph.constants))
         arguments = [values[value.index] for value in segment.inputs]
         results = program.run(given, CarriedObjects(Carried.copy), *arguments)

@@ -226,7 +226,7 @@ class Computation:
         entrances: list[tuple[int, torch.Tensor | Entrance]] = []
         for value in segment.inputs:
             tensor = self._activations[action.microbatch][value.index]
-            if value.requires_grad and segment.index in plan.backward:
+            if value.requires_grad and segment.index in plan.with_graph:
                 tensor, entered = enter(tensor, frees=self._passes.frees_cuts)
                 if value in plan.with_gradient:
                     entrances.append((value.index, entered))
@@ -236,9 +236,11 @@ class Computation:
     @contextlib.contextmanager
     def computing(self, action: Action) -> Iterator[Noted | None]:
         """Inside, a forward pass is computed; yields what it exchanges within modules."""
-        has_backward = action.segment in self._plans[action.microbatch].backward
+        plan = self._plans[action.microbatch]
+        has_backward = action.segment in plan.backward
         noting = self._passes.together.noting() if has_backward else contextlib.nullcontext()
-        with torch.set_grad_enabled(has_backward), noting as exchanged:
+        with_graph = action.segment in plan.with_graph
+        with torch.set_grad_enabled(with_graph), noting as exchanged:
             yield exchanged
 
     def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -12,8 +12,8 @@ import contextlib
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -135,6 +135,40 @@ class flagged:  # noqa: N801 - reads as a function
             vars(module)["training"] = flag
 
 
+class Draws(Protocol):
+    """The random numbers of a step."""
+
+    def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
+        """Seeds the generators for one draw, given its key."""
+
+    def remember(self, call: int) -> None:
+        """Takes note that the next call of a module, which has this number, comes once more."""
+
+    def once_more(self, call: int) -> contextlib.AbstractContextManager[None]:
+        """Inside, a call draws what it drew when it was remembered."""
+
+
+@contextlib.contextmanager
+def statistics_kept(stateful: Mapping[nn.Module, set[str]]) -> Iterator[None]:
+    """Inside, a call changes copies of the buffers that it changes.
+
+    Args:
+        stateful: the modules, with the names of these.
+    """
+    slots = [
+        (module._buffers, name, module._buffers[name])
+        for module, names in stateful.items()
+        for name in names
+    ]
+    for buffers, name, buffer in slots:
+        buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in slots:
+            buffers[name] = buffer
+
+
 class Program:
     """The function of one segment.
 
@@ -142,7 +176,7 @@ class Program:
         plan: the plan that the segment belongs to.
         segment: the segment.
         device: where it runs.
-        drawing: seeds the generators for one draw, given its key.
+        random: of the step.
         compiled: compiles what lies between modules; None: it runs as it is.
 
     Attributes:
@@ -155,18 +189,21 @@ class Program:
         plan: Plan,
         segment: SegmentNodes,
         device: torch.device,
-        drawing: Callable[..., contextlib.AbstractContextManager[None]],
+        random: Draws,
         compiled: CompiledRuns | None = None,
     ) -> None:
         self._device = device
         self._compiled = compiled
-        self._graph = plan.graph
+        self._plan = plan
         leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
         self.leaves = {node.target for node in segment.nodes if node.kind is NodeKind.LEAF}
         self._called_again = {leaf for leaf, calls in Counter(leaves).items() if calls > 1}
         self._names: dict[str, Any] = {
             "torch": torch,
-            "drawing": drawing,
+            "drawing": random.drawing,
+            "remember": random.remember,
+            "once_more": random.once_more,
+            "statistics_kept": statistics_kept,
             "checkpoint": checkpoint,
             "set_checkpoint_early_stop": set_checkpoint_early_stop,
             "switched": switched,
@@ -224,7 +261,7 @@ class Program:
         backward pass calls it again. Its draws are keyed, so no random state is kept.
         """
         parameters, results, dead = _outside(nodes, later)
-        how = how_again(self._graph, nodes)
+        how = how_again(self._plan.graph, nodes)
         options = f"use_reentrant={how is Again.REENTRANT}, preserve_rng_state=False"
         call = f"checkpoint({', '.join(['region', *parameters, options])})"
         stops = "" if how is Again.AS_NEEDED else "with set_checkpoint_early_stop(False): "
@@ -319,6 +356,10 @@ class Program:
                 seeded += f", lifted({self._constant(node.lifted)})"
             if node.outside:
                 seeded += f", hooks_off({self._constant(node.outside)})"
+            if node.beside is not None:
+                seeded += f", once_more({node.call.index})"
+                if node.stateful:
+                    seeded += f", statistics_kept({self._constant(node.stateful)})"
             for spot, content in node.lent:
                 seeded += f", {self._constant(spot)}.showing({self._expression(content)})"
             seeded += ": "
@@ -327,6 +368,8 @@ class Program:
             call = tapped(node.target, node.taps, node.taken)
             target, results = self._constant(call), "result, taps"
         lines = [f"{seeded}{results} = {target}({', '.join(arguments)})"]
+        if node.kind is NodeKind.LEAF and node in self._plan.comes_again:
+            lines.insert(0, f"remember({node.index})")
         for output in node.outputs:
             if isinstance(output.source, Value):
                 expression = f"v{output.source.index}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes, rank_of_glue
+from smdistributed.modelparallel.torch.planning.ranks import rank_of_glue
+from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.replicated import sources
 

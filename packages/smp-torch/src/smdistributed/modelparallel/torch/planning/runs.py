@@ -71,6 +71,7 @@ def _fits(node: Node, run: Sequence[Node]) -> bool:
         and not any(isinstance(value.source, Value) for value in node.outputs)
         and not any(True for _ in placeholders((node.args, node.kwargs), Carried))
         and node.target is not torch.autograd.grad
+        and node.beside is None
         and not node.work.weight_flops
     )
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
@@ -26,12 +25,15 @@ from smdistributed.modelparallel.torch.planning.late_values import (
     inputs_of,
     late_values,
 )
+from smdistributed.modelparallel.torch.planning.products import DIFFERENTIATING
+from smdistributed.modelparallel.torch.planning.ranks import Ranks
 from smdistributed.modelparallel.torch.planning.recomputing import check_recomputed
 from smdistributed.modelparallel.torch.planning.runs import runs_of, work_of_run
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.replicated import sources
 from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.functions import SWITCHING_GRADIENTS
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
 
 
@@ -85,6 +87,17 @@ class Plan:
         own = self.segments[value.node.segment].rank
         return sorted({self.segments[index].rank for index in self.readers.get(value, ())} - {own})
 
+    @cached_property
+    def with_graph(self) -> set[int]:
+        """The segments that compute with gradients: for a backward pass, or in the forward one."""
+        asked = {each.segment for each in self.graph.nodes if each.target in DIFFERENTIATING}
+        return self.backward | asked
+
+    @cached_property
+    def comes_again(self) -> set[Node]:
+        """The nodes that are computed once more, for a gradient in the forward pass."""
+        return {each.call for each in self.graph.nodes if each.beside is not None}
+
     def owner(self, value: Value) -> int:
         """Returns the rank that has a value, which is no replicated one."""
         return _rank_of(self.segments, value)
@@ -117,8 +130,7 @@ class Plan:
             value = pending.pop()
             node = value.node
             if node not in found:
-                inputs = (*node.inputs, *node.changed_views)
-                pending += [each for each in inputs if each.requires_grad]
+                pending += [each for each in _read(node) if each.requires_grad]
             found.setdefault(node, set()).add(value)
         return found
 
@@ -218,7 +230,7 @@ def cut(
         own, segment.nodes = segment.nodes, []
         gathered: set[Node] = set(own)
         for node in own:
-            for value in (*node.inputs, *node.changed_views):
+            for value in _read(node):
                 _gather(value, segment, gathered, readers)
         segment.nodes = sorted(gathered, key=lambda node: node.index)
         segment.changed = {value for node in segment.nodes for value in node.changes}
@@ -239,7 +251,6 @@ def cut(
     _check_in_place(graph, readers, returned)
     _check_state(graph)
     _check_rewrites(graph)
-    _check_gradients(graph)
     with_gradient, backward = _backward_reach(graph, segments)
     _check_carried(segments, backward)
     check_recomputed(graph, backward)
@@ -262,20 +273,10 @@ def _assign(
 ) -> list[SegmentNodes]:
     """Gives every node a rank and groups consecutive nodes of one rank."""
     segments: list[SegmentNodes] = []
-    current = 0
-    travelling = _travelling(graph, partition_of, owner_of)
+    ranks = Ranks(graph, partition_of, owner_of)
     for node in graph.nodes:
-        if node.replicated or node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+        if not ranks.place(node):
             continue
-        if node.kind is NodeKind.ATTRIBUTE:
-            node.rank = owner_of(node.target)
-            if node not in travelling:
-                continue
-        elif node.kind is NodeKind.LEAF:
-            node.rank = partition_of[node.target]
-        else:
-            node.rank = rank_of_glue(node, current)
-        current = node.rank
         if not segments or segments[-1].rank != node.rank:
             segments.append(SegmentNodes(len(segments), node.rank))
         segments[-1].nodes.append(node)
@@ -296,48 +297,6 @@ def _saved_by_runs(segment: SegmentNodes, costs: ComputeCosts) -> PassCosts:
             saved -= sum((costs.of(node.work) for node in own), PassCosts())
         later.update(value for node in part for value in node.inputs)
     return saved
-
-
-def _travelling(
-    graph: Graph,
-    partition_of: Mapping[nn.Module, int],
-    owner_of: Callable[[Slot], int],
-) -> set[Node]:
-    """Returns the parameters that leave their partition as they are.
-
-    Glue hands them to a module of another partition, returns or differentiates them.
-    """
-    handed = [
-        value
-        for node in graph.nodes
-        if node.kind is NodeKind.LEAF
-        for value in node.inputs
-        if value.node.kind is NodeKind.ATTRIBUTE
-        and not value.replicated
-        and owner_of(value.node.target) != partition_of[node.target]
-    ]
-    ends = [
-        value
-        for value in (*graph.roots, *graph.returned)
-        if value.node.kind is NodeKind.ATTRIBUTE and not value.replicated
-    ]
-    return {value.node for value in (*handed, *ends)}
-
-
-def rank_of_glue(node: Node, current: int) -> int:
-    """Glue runs where its parameter is, else where its latest operand was made."""
-    made_by = [value.node for value in node.inputs if not value.replicated]
-    owners = {maker.rank for maker in made_by if maker.kind is NodeKind.ATTRIBUTE}
-    if len(owners) > 1:
-        names = sorted(maker.name for maker in made_by if maker.kind is NodeKind.ATTRIBUTE)
-        raise UnsupportedError(
-            f"{node.name} combines the parameters {', '.join(names)}, which live on partitions "
-            f"{sorted(owners)}. Put the modules that hold them on one partition."
-        )
-    if owners:
-        return owners.pop()
-    makers = [maker for maker in made_by if maker.kind is not NodeKind.ATTRIBUTE]
-    return max(makers, key=lambda maker: maker.index).rank if makers else current
 
 
 def _gather(
@@ -369,7 +328,7 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
                     "process would. Change it inside a module that stays whole, or between two "
                     "calls of step functions."
                 )
-        if node.segment < 0:
+        if node.segment < 0 or node.target in SWITCHING_GRADIENTS:
             continue
         for value in node.aliases:
             crosses = value.node.segment >= 0 and value.node.segment != node.segment
@@ -435,7 +394,8 @@ def _called_again(graph: Graph) -> list[str]:
     visits: dict[nn.Module, set[tuple[int, bool]]] = {}
     for node in graph.nodes:
         for module, flag in zip(node.modules, node.flags, strict=True):
-            if module in stateful:
+            # Once more it finds statistics as they were, or computes without them.
+            if module in stateful and not (flag and node.beside is not None):
                 visits.setdefault(module, set()).add((node.segment, flag))
     return [
         f"a {type(module).__name__} keeps state that its calls change (buffers, attributes), and "
@@ -443,25 +403,6 @@ def _called_again(graph: Graph) -> list[str]:
         for module, found in visits.items()
         if len(found) > 1
     ]
-
-
-def _check_gradients(graph: Graph) -> None:
-    """Refuses gradients that the step asks for in between and that would have to cross a cut."""
-    for node in graph.nodes:
-        if node.target is not torch.autograd.grad:
-            continue
-        named = dict(zip(("outputs", "inputs"), node.args, strict=False)) | node.kwargs
-        targets = {value.node for value in placeholders(named["inputs"], Value)}
-        for between in sources(placeholders(named["outputs"], Value)):
-            leads_to_target = between in targets or not targets.isdisjoint(
-                sources([value for value in between.inputs if value.requires_grad])
-            )
-            if between.segment not in (-1, node.segment) and leads_to_target:
-                raise UnsupportedError(
-                    "torch.autograd.grad asks for a gradient that passes through "
-                    f"{between.name}, on another partition. Compute it inside one module, or put "
-                    "the modules between on one partition."
-                )
 
 
 def _check_carried(segments: Sequence[SegmentNodes], backward: set[int]) -> None:
@@ -482,6 +423,17 @@ def _check_carried(segments: Sequence[SegmentNodes], backward: set[int]) -> None
                     )
 
 
+def _read(node: Node) -> Iterator[Value]:
+    """Yields the values that a node computes with, or changes what they show."""
+    yield from node.inputs
+    yield from node.changed_views
+
+
+def _passes_on(node: Node) -> bool:
+    """Whether gradients may flow through a node."""
+    return any(value.requires_grad for value in node.outputs)
+
+
 def _backward_reach(graph: Graph, segments: list[SegmentNodes]) -> tuple[set[Value], set[int]]:
     """Finds the segments and cut values that the gradient of the roots flows through."""
     with_gradient: set[Value] = set()
@@ -499,7 +451,10 @@ def _backward_reach(graph: Graph, segments: list[SegmentNodes]) -> tuple[set[Val
         if value.node.segment in backward:
             continue
         backward.add(value.node.segment)
-        for needed in segments[value.node.segment].inputs:
-            if needed.requires_grad and needed not in with_gradient:
+        segment = segments[value.node.segment]
+        passing = (node for node in segment.nodes if node.grad_enabled and _passes_on(node))
+        read = {each for node in passing for each in _read(node)}
+        for needed in segment.inputs:
+            if needed.requires_grad and needed in read and needed not in with_gradient:
                 pending.append(needed)
     return with_gradient, backward

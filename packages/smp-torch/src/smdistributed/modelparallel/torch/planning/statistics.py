@@ -1,8 +1,9 @@
 """Whether microbatches change statistics that others still compute gradients with.
 
 A batch normalization that trains changes its running statistics, and one that does not computes
-with them, in its backward pass too. Autograd does not see the change. In one process a microbatch
-has its gradients before the next one begins; in a pipeline others run in between.
+with them, in its backward pass too, and when it is computed once more. Autograd does not see the
+change. In one process a microbatch has its gradients before the next one begins; in a pipeline
+others run in between.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def statistics_in_turn(plans: Sequence[Plan], schedule: Schedule) -> list[str]:
                                     f"a {type(module).__name__} in {node.name} changes its state "
                                     "for some microbatches, which others compute gradients with"
                                 ] = None
-                    elif action.segment in plan.backward:
+                    elif action.segment in plan.backward or node in plan.comes_again:
                         under_way[module, microbatch] = None
     return list(found)
 

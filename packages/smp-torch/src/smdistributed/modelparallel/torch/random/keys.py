@@ -204,6 +204,8 @@ class StepRandom:
         self.is_apart = False
         self._calls: collections.Counter[tuple[str, int]] = collections.Counter()
         self._repeated_calls: collections.Counter[tuple[str, int]] | None = None
+        #: How often modules had been called before a call that comes once more.
+        self._remembered: dict[tuple[int, int], collections.Counter[tuple[str, int]]] = {}
         self._in_python: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         #: The calls of drawing modules in progress, the innermost last.
         self.entered: list[object] = []
@@ -241,6 +243,7 @@ class StepRandom:
         self._is_rehearsal = rehearsal
         self.draws = []
         self._calls.clear()
+        self._remembered.clear()
         self.entered.clear()
         self.under_way.clear()
         self._state_at_begin = [] if rehearsal else self.state()
@@ -336,6 +339,30 @@ class StepRandom:
                 self._repeated_calls = former
 
         return repeat
+
+    def remember(self, call: int) -> None:
+        """Takes note that the next call of a module comes once more in its microbatch.
+
+        Args:
+            call: a number for it.
+        """
+        self._remembered[self._microbatch, call] = self._counted().copy()
+
+    @contextlib.contextmanager
+    def once_more(self, call: int) -> Iterator[None]:
+        """Inside, a call draws what it drew when it was remembered.
+
+        Args:
+            call: its number.
+        """
+        former, self._repeated_calls = (
+            self._repeated_calls,
+            self._remembered[self._microbatch, call].copy(),
+        )
+        try:
+            yield
+        finally:
+            self._repeated_calls = former
 
     def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
         """Seeds the generators for one draw, and puts them back."""

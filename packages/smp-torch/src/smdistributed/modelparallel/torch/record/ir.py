@@ -15,6 +15,7 @@ A ``Graph`` is a list of nodes in execution order. Tensor states, defined once:
 from __future__ import annotations
 
 import collections
+import copy
 import enum
 import hashlib
 import itertools
@@ -123,6 +124,14 @@ class Value:
             return tensor
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
+    def like(self, node: Node, source: Path | Value | Tap, *, requires_grad: bool) -> Value:
+        """Returns a value of another node, whose tensor looks like this one's; adds it there."""
+        made = copy.copy(self)
+        made.node, made.source, made.requires_grad = node, source, requires_grad
+        made.replicated = made.is_changed = False
+        node.outputs.append(made)
+        return made
+
     def __repr__(self) -> str:
         return f"v{self.index}"
 
@@ -158,6 +167,7 @@ class Node:
         lifted, lifts: LEAF: what is lifted out of it, as of its entry.
         outside: LEAF: where forward hooks are that are lifted out of it.
         taken: LEAF: containers that have in the end what they had before its call.
+        adds: LEAF: it adds to what code outside has too.
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
@@ -169,6 +179,8 @@ class Node:
         rank: pp_rank that runs it; -1 while undecided or replicated.
         segment: index of its segment; -1 likewise.
         late: it is a gradient, or is computed from one.
+        beside: it takes part in differentiating that node, and runs where that does; LEAF: it is
+            the same call once more, which leaves nothing behind.
         made: grows with each node that this process makes, of whichever graph.
     """
 
@@ -193,6 +205,7 @@ class Node:
     lifts: bool = False
     outside: tuple[HookSpot, ...] = ()
     taken: list[Any] = field(default_factory=list)
+    adds: bool = False
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
     replicated: bool = False
@@ -205,7 +218,13 @@ class Node:
     rank: int = -1
     segment: int = -1
     late: bool = False
+    beside: Node | None = None
     made: int = field(default_factory=itertools.count().__next__)
+
+    @property
+    def call(self) -> Node:
+        """LEAF: the node of the script that makes this call."""
+        return self if self.beside is None else self.beside.call
 
     @property
     def inputs(self) -> Iterator[Value]:
@@ -410,6 +429,10 @@ class Graph:
                 zip(map(place.__getitem__, own), self.nodes, strict=True), key=lambda pair: pair[0]
             )
         ]
+        self.number()
+
+    def number(self) -> None:
+        """Numbers nodes and values in the order of the nodes."""
         index = 0
         for position, node in enumerate((*self.nodes, *self.late)):
             node.index = position

@@ -482,6 +482,8 @@ class Recorder(TorchFunctionMode):
                 "a pipelined step runs: one partition has its values. Copy it before training, or "
                 "clone() it inside one module."
             )
+        if func is torch.autograd.grad and not self._state.leaf_depth:
+            self._gradients.check_asked(tensors_in(args[0]))
         if func is torch.Tensor.backward:
             raise UnsupportedError(
                 "with more than one partition, tensor.backward() cannot reach the other "

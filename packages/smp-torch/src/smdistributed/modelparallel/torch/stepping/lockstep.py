@@ -26,7 +26,9 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMod
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.planning.segments import Plan, cut
 from smdistributed.modelparallel.torch.planning.shared_hooks import check_shared_hooks
+from smdistributed.modelparallel.torch.planning.spread_gradients import spread_gradients
 from smdistributed.modelparallel.torch.record.failure import Failure
+from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.questions.decisions import (
@@ -425,6 +427,7 @@ class Lockstep:
                 found = [each[1].get(number, {}) for each in everyones]
                 way.graph.take(orders[number], found, self._partition_of())
                 way.graph.put_in_order(everyones[0][0].get(number, ()))
+                spread_gradients(way.graph, self._partition_of(), self._owner_of())
                 plan = self._plan(way)
                 self._check_hooks(plan)
                 way.plan = plan
@@ -462,15 +465,19 @@ class Lockstep:
 
     def _cut(self, graph: Graph) -> Plan:
         """Cuts a graph along the partition."""
+        return cut(graph, self._partition_of(), self._owner_of(), self._tracing.costs)
+
+    def _owner_of(self) -> Callable[[Slot], int]:
+        """Returns what tells the partition that holds a parameter."""
         models = [model for model in models_of(self._runtime) if model.holder.partitioned]
 
-        def owner_of(slot: Any) -> int:
+        def owner_of(slot: Slot) -> int:
             for model in models:
                 if slot in model.holder.fakes.slots:
                     return model.holder.placement.owner_of(slot)
             raise AssertionError("a recorded parameter belongs to no model")
 
-        return cut(graph, self._partition_of(), owner_of, self._tracing.costs)
+        return owner_of
 
     def _partition_of(self) -> dict[nn.Module, int]:
         """Returns the partition of each module that has one."""

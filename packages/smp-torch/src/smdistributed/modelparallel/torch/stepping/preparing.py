@@ -130,7 +130,7 @@ class Preparation:
             runtime = self._runtime
             self._programs[plan] = {
                 segment.index: Program(
-                    plan, segment, runtime.device, runtime.random.drawing, self._compiled
+                    plan, segment, runtime.device, runtime.random, self._compiled
                 )
                 for segment in plan.segments
                 if segment.rank == self._pp_rank

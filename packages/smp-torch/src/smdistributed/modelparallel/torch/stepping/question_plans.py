@@ -112,5 +112,5 @@ class QuestionPlans:
         inputs = [node.outputs[0] for node in nodes.nodes if node.kind is NodeKind.INPUT]
         program = None
         if nodes.rank == runtime.coordinates.pp_rank:
-            program = Program(plan, nodes, runtime.device, runtime.random.drawing)
+            program = Program(plan, nodes, runtime.device, runtime.random)
         return Part(nodes, inputs, program)

@@ -177,6 +177,8 @@ class Replays:
         why_not = f"{deciding[0].name} decides by numbers" if deciding else ""
         if any(plan.late.gradients for plan in prepared.plans):
             why_not = "the script looks at gradients of activations"
+        if any(node.beside is not None for each in nodes.values() for node in each):
+            why_not = "the script asks for gradients that pass through several partitions"
         return _Kind(
             why_not=why_not,
             read=[_read(nodes[plan]) for plan in prepared.plans],

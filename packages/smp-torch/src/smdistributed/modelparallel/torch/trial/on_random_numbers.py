@@ -7,7 +7,7 @@ fake. Its outputs still have shapes of their own, and a run on random numbers sh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
 from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
-from smdistributed.modelparallel.torch.tensors.nested import map_tensors
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.tensors.writes import note_writes
 
 _SEED = 0
@@ -60,8 +60,11 @@ def run_on_random_numbers(
             made = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-            return made.requires_grad_().clone() if tensor.requires_grad else made
+            return made + _flow(made, taking_part) if tensor.requires_grad else made
 
+    taking_part = [
+        each for each in (*tensors_in((args, kwargs)), *module.parameters()) if each.requires_grad
+    ]
     kept: list[torch.Tensor] = []
     devices = [each.device for each in module.parameters() if each.is_cuda][:1]
     with (
@@ -80,6 +83,14 @@ def run_on_random_numbers(
             for change in _changes_for(call, module, map_tensors((args, kwargs), other))
         ]
     return map_tensors(result, fake), changes
+
+
+def _flow(made: torch.Tensor, taking_part: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns what a result depends on for autograd, whose gradients can be differentiated too."""
+    total = torch.zeros((), dtype=made.dtype, device=made.device, requires_grad=True)
+    for each in taking_part:
+        total = total + each.abs().sum().to(made.device, made.dtype)
+    return total * total * total
 
 
 @contextlib.contextmanager

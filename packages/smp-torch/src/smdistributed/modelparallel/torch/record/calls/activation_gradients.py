@@ -284,6 +284,28 @@ class ActivationGradients:
         by_value = {values.of(each): each for each in watched}
         return tuple(by_value[each] for each in values.activations_of(root) if each in by_value)
 
+    def check_asked(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Makes sure that nobody looks at gradients on the way of those that the script asks for.
+
+        Args:
+            outputs: what ``torch.autograd.grad`` is to differentiate.
+
+        Raises:
+            UnsupportedError: one process would run hooks meanwhile.
+        """
+        if any(each.kind is EntryKind.WATCHED for each in self._now.log):
+            with self._context.state.pausing():
+                self._now.go_live()
+                watched = [tensor for each in outputs for tensor in self.reached(each)]
+            if any(map(self._is_looked_at, watched)):
+                raise UnsupportedError(
+                    f"torch.autograd.grad in {self._context.calls.where()} comes to an activation "
+                    "that has a hook, or to a module that has one on its backward pass, or whose "
+                    "gradient is kept (retain_grad), while a pipelined step runs: hooks there run "
+                    "in model.backward alone. Put them behind the call, or ask for that gradient "
+                    "by torch.autograd.grad too."
+                )
+
     def arrive(self, root: torch.Tensor, backward: Entry) -> None:
         """Runs the hooks to which a backward pass comes.
 

@@ -168,7 +168,7 @@ class NewCalls:
                 return self.draw(target, args, kwargs)
             entry.draw = calls.current.next_draw(target)
         entry.work = meter.work_since(reading)
-        entry.refusal = refusal(target, kwargs, where) or gradient_lost(entry, tensors)
+        entry.refusal = refusal(target, where) or gradient_lost(entry, tensors)
         _check_out(entry, kwargs.get("out"), specs)
         others = {id(tensor) for tensor, before in specs if now.trace.note_change(tensor, before)}
         entry.repeats = bool(others)

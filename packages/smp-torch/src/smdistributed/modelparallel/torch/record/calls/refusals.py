@@ -38,19 +38,14 @@ class NowhereError(UnsupportedError):
     """A module that stays whole does what none may do, run on stand-ins or on tensors."""
 
 
-def refusal(function: Any, kwargs: Mapping[str, Any], where: str) -> str:
+def refusal(function: Any, where: str) -> str:
     """Returns why a call cannot be made outside the modules that stay whole; "" if it can.
 
     Args:
         function: the torch function.
-        kwargs: its keyword arguments.
         where: who calls, for the message.
     """
     reason = _REFUSED.get(function, "")
-    if function is torch.autograd.grad and (
-        kwargs.get("allow_unused") or kwargs.get("materialize_grads")
-    ):
-        reason = "gradients that another partition has would be missing, or zero"
     if not reason:
         return ""
     fix = _LATER if reason == _EARLY else _FIX

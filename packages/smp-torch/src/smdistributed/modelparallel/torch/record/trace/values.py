@@ -182,6 +182,7 @@ class Values:
             lifts=entry.lifts,
             outside=tuple({spot: None for spot, is_lifted in entry.hooks if is_lifted}),
             taken=entry.taken,
+            adds=entry.seen is Seen.ALL or bool(entry.left),
             values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
             replicated=replicated,
             late=late,
@@ -468,7 +469,7 @@ def _check_late(entry: Entry, changed: Iterable[Value]) -> None:
     Raises:
         UnsupportedError: it cannot.
     """
-    if entry.kind is EntryKind.LEAF:
+    if entry.kind is EntryKind.LEAF or entry.target is torch.autograd.grad:
         raise computes_on(entry.name)
     if any(not value.node.late for value in changed):
         raise UnsupportedError(
@@ -491,8 +492,9 @@ def computes_on(name: str) -> UnsupportedError:
     """
     return UnsupportedError(
         f"{name} is to compute with the gradient of an activation, or of an input, of the same "
-        "pipelined step: the Python of a step runs before there are gradients. Return the "
-        "gradient from the step function, and go on in another one."
+        "pipelined step: the Python of a step runs before there are gradients. Ask for it by "
+        "torch.autograd.grad(loss, tensor), which may be computed with, or return the gradient "
+        "from the step function, and go on in another one."
     )
 
 

@@ -1,0 +1,91 @@
+"""Which rank runs a node, by the partition of modules and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.record.fakes import Slot
+from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind
+
+
+class Ranks:
+    """Gives the nodes of a graph their ranks, one after the other.
+
+    Args:
+        graph: the captured microbatch.
+        partition_of: the partition of every leaf module.
+        owner_of: the partition that holds a parameter.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        partition_of: Mapping[nn.Module, int],
+        owner_of: Callable[[Slot], int],
+    ) -> None:
+        self._partition_of = partition_of
+        self._owner_of = owner_of
+        self._current = 0
+        self._travelling = self._find_travelling(graph)
+
+    def place(self, node: Node) -> bool:
+        """Gives the next node its rank.
+
+        Returns:
+            whether it runs there alone. Others run wherever they are needed, and parameters are
+            read where they lie.
+        """
+        if node.replicated or node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+            return False
+        if node.kind is NodeKind.ATTRIBUTE:
+            node.rank = self._owner_of(node.target)
+            if node not in self._travelling:
+                return False
+        elif node.beside is not None:
+            node.rank = node.beside.rank
+        elif node.kind is NodeKind.LEAF:
+            node.rank = self._partition_of[node.target]
+        else:
+            node.rank = rank_of_glue(node, self._current)
+        self._current = node.rank
+        return True
+
+    def _find_travelling(self, graph: Graph) -> set[Node]:
+        """Returns the parameters that leave their partition as they are.
+
+        Glue hands them to a module of another partition, returns or differentiates them.
+        """
+        handed = [
+            value
+            for node in graph.nodes
+            if node.kind is NodeKind.LEAF
+            for value in node.inputs
+            if value.node.kind is NodeKind.ATTRIBUTE
+            and not value.replicated
+            and self._owner_of(value.node.target) != self._partition_of[node.target]
+        ]
+        ends = [
+            value
+            for value in (*graph.roots, *graph.returned)
+            if value.node.kind is NodeKind.ATTRIBUTE and not value.replicated
+        ]
+        return {value.node for value in (*handed, *ends)}
+
+
+def rank_of_glue(node: Node, current: int) -> int:
+    """Glue runs where its parameter is, else where its latest operand was made."""
+    made_by = [value.node for value in node.inputs if not value.replicated]
+    owners = {maker.rank for maker in made_by if maker.kind is NodeKind.ATTRIBUTE}
+    if len(owners) > 1:
+        names = sorted(maker.name for maker in made_by if maker.kind is NodeKind.ATTRIBUTE)
+        raise UnsupportedError(
+            f"{node.name} combines the parameters {', '.join(names)}, which live on partitions "
+            f"{sorted(owners)}. Put the modules that hold them on one partition."
+        )
+    if owners:
+        return owners.pop()
+    makers = [maker for maker in made_by if maker.kind is not NodeKind.ATTRIBUTE]
+    return max(makers, key=lambda maker: maker.index).rank if makers else current
