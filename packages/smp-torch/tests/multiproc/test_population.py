@@ -2,6 +2,7 @@
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
+``asked_gradients``,
 ``kept_features``, ``derived_numbers`` and ``at_rest`` generate the scripts. What is refused says
 why; nothing may give other numbers than plain PyTorch. Every run tries samples that go through all
 of them in strides; the slow parts are the whole of them.
@@ -17,6 +18,7 @@ from typing import Any
 import activation_hooks
 import around
 import asked
+import asked_gradients
 import at_rest
 import between
 import derived_numbers
@@ -61,6 +63,7 @@ STRIDES = {
     "around": 12,
     "gradients": 256,
     "asked": 340,
+    "asked gradients": 224,
     "features": 128,
     "derived": 523,
     "at rest": 40,
@@ -141,12 +144,16 @@ POPULATIONS = {
     "around": list(around.AROUND),
     "gradients": mixed(several_gradients.HOOKED),
     "asked": mixed(asked.ASKED),
+    "asked gradients": mixed(asked_gradients.SCRIPTS),
     "features": mixed(kept_features.KEPT),
     "derived": mixed(derived_numbers.DERIVED),
     "at rest": mixed(at_rest.ACTS),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
-ONE_WORLD = ("repeated", "recomputed", "roads", "gradients", "asked", "features", "derived")
+ONE_WORLD = (
+    *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
+    *("features", "derived"),
+)
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
 #: Where ranks have parts of parameters, which are whole between two steps.
@@ -307,6 +314,11 @@ def try_asked(names: Sequence[str]) -> dict[str, str]:
     return {name: asked.ASKED[name]() for name in names}
 
 
+def try_asked_gradients(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some scripts that ask for gradients in the forward pass."""
+    return {name: asked_gradients.SCRIPTS[name]() for name in names}
+
+
 def try_features(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some scripts that keep what a module computes."""
     return {name: kept_features.KEPT[name]() for name in names}
@@ -342,6 +354,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "around": try_around,
     "gradients": try_gradients,
     "asked": try_asked,
+    "asked gradients": try_asked_gradients,
     "features": try_features,
     "derived": try_derived,
     "at rest": try_at_rest,
@@ -431,6 +444,7 @@ def test_the_population_is_large_enough() -> None:
     assert len(recomputed.RECOMPUTED) >= 1600
     assert len(several_gradients.HOOKED) >= 1000
     assert len(asked.ASKED) >= 1000
+    assert len(asked_gradients.SCRIPTS) >= 890
     assert len(at_rest.ACTS) >= 330
     assert len(derived_numbers.DERIVED) >= 1400
     assert len(POPULATIONS["uses"]) >= 150
@@ -492,7 +506,9 @@ def try_scripts(worlds: Worlds, world: str, kind: str, names: Sequence[str]) -> 
     assert not counts["whole"]
     num_scripts = len(names) - counts["no script"]
     # By one function of several, a hook of several gradients, or what a module overwrites.
-    is_often_refused = kind in ("order", "writes", "repeated", "gradients", "derived")
+    is_often_refused = kind in (
+        *("order", "writes", "repeated", "gradients", "asked gradients", "derived"),
+    )
     assert counts["exact"] >= num_scripts // (7 if is_often_refused else 3)
     assert world not in IN_PARTS or counts["exact"] >= num_scripts * 3 // 4
 

@@ -708,6 +708,15 @@ USES = {
                 x = x + torch.randn(x.shape)
         """,
     ),
+    "gradients behind dropout": Use(
+        keyed=True,
+        leaf="x = nn.functional.dropout(x, 0.3)",
+        body="x.requires_grad_()",
+        loss="""
+        g, = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = ((model(x + 0.1 * g) - y) ** 2).mean() + g.square().sum()
+        """,
+    ),
     "Python's random numbers": Use(
         keyed=True, body="random.seed(3)", late="x = x * random.random()"
     ),
