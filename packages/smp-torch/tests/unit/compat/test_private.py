@@ -12,6 +12,8 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.torch.compat.private.self_test import self_test
 
 PACKAGE = Path(str(smp.__file__)).parent
+#: Of Dynamo's own imports, with some pairs of versions.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 
 
 def test_the_installed_pytorch_has_all_of_it() -> None:
