@@ -178,6 +178,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "around": (0, 24),
         "gradients": (0, 512),
         "asked": (0, 680),
+        "asked gradients": (0, 224),
         "features": (128, 256),
         "derived": (0, 1046),
         "at rest": (0, 120),
