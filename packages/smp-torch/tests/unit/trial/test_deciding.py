@@ -18,7 +18,7 @@ from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.trial.deciding import known_changes
 
 WIDTH = 4
-drawing = StepRandom(torch.device("cpu")).drawing
+RANDOM = StepRandom(torch.device("cpu"))
 LOG: list[int] = []
 SHARED = {"count": 0}
 
@@ -156,7 +156,7 @@ def test_who_decides_is_watched_in_real_calls() -> None:
     plan = step.plan(lambda x: module(x).sum(), ORDINARY)
     decides = {node.target: node.decides for node in plan.graph.nodes if node.kind is NodeKind.LEAF}
     assert [decides[each] for each in module] == [False, True, False]
-    first = Program(plan, plan.segments[0], torch.device("cpu"), drawing)
+    first = Program(plan, plan.segments[0], torch.device("cpu"), RANDOM)
     first.run([ORDINARY], None)
     with pytest.raises(UnsupportedError, match=r"1 changed Deciding\.count for the numbers"):
         first.run([RARE], None)
