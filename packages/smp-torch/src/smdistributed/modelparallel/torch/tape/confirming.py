@@ -155,7 +155,11 @@ class Confirming(TorchFunctionMode):
             self._pass_by_casts()
             event = None if self._at == len(self._events) else self._events[self._at]
             stops = stops_early((function, *args))
-            is_known = isinstance(event, RegionBegins) and event.stops_early == stops
+            is_known = (
+                isinstance(event, RegionBegins)
+                and event.stops_early == stops
+                and event.settings.hold(self._devices, self._hooks)
+            )
             if self.is_off or not is_known or args[1] is not noop_context_fn:
                 self.leave_if_on("a call is checkpointed that was not")
                 yield from around(function, *args, **kwargs)

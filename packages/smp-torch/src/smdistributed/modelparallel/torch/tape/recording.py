@@ -162,9 +162,10 @@ class Recording(TorchFunctionMode):
                 self.tape.refuse("a checkpointed call has a context of its own")
             if self._draws or self._region is not None:
                 self.tape.refuse("a checkpointed call lies in another one, or in a draw")
+            settings = Settings.now(self._devices, self._hooks)
             with self.aside():
                 next(generator)
-            self.tape.events.append(RegionBegins(stops_early((function, *args))))
+            self.tape.events.append(RegionBegins(stops_early((function, *args)), settings))
             former, self._hooks = self._hooks, saved_tensors_hooks()
             self._region = len(self.tape.specs)
             try:

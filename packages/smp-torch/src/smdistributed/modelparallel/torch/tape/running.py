@@ -74,6 +74,13 @@ class Running:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
 
+    def hold(self, settings: Settings) -> None:
+        """Has settings hold from now on."""
+        if settings != self._settings:
+            self._holding.close()
+            self._holding.enter_context(settings.holding(self._devices))
+            self._settings = settings
+
     def go(self, event: Event, value: Callable[[Made | Earlier | Own], Any]) -> Any:
         """Does what an event says; returns what a call gives."""
         if isinstance(event, Call):
@@ -81,10 +88,7 @@ class Running:
                 return event.result
             if event.numbers is not None:
                 return event.numbers.clone()
-            if event.settings != self._settings:
-                self._holding.close()
-                self._holding.enter_context(event.settings.holding(self._devices))
-                self._settings = event.settings
+            self.hold(event.settings)
             args, kwargs = filled((event.args, event.kwargs), value)
             return event.function(*args, **kwargs)
         if isinstance(event, DrawBegins):
@@ -176,6 +180,7 @@ class _Run:
             while position < positions.stop:
                 event = events[position]
                 if isinstance(event, RegionBegins):
+                    running.hold(event.settings)  # without gradients nothing is computed again
                     position = self._region(event, position, made)
                     continue
                 result = running.go(event, value)

@@ -121,9 +121,11 @@ class RegionBegins:
 
     Attributes:
         stops_early: no further than is needed.
+        settings: under which it is called; in it, calls have their own.
     """
 
     stops_early: bool
+    settings: Settings
 
 
 @dataclass(eq=False, slots=True)
