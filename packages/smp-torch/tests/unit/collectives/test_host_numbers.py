@@ -5,15 +5,19 @@ from __future__ import annotations
 import mmap
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.collectives import host_numbers as module
 from smdistributed.modelparallel.torch.collectives.host_numbers import (
     MOST_NUMBERS,
     HostNumbers,
+    host_numbers,
     num_bytes,
 )
 
@@ -78,3 +82,63 @@ def test_who_is_gone_or_late_or_says_more_is_an_error() -> None:
         for each in found:
             with pytest.raises(SMPError, match="received by rank: 1, 2, 3"):
                 each.result()
+
+
+class Threads:
+    """What ranks that are threads tell each other by; see ``Collectives``."""
+
+    def __init__(self, rank: int, said: list[Any], barrier: threading.Barrier) -> None:
+        self.size, self.rank = _SIZE, rank
+        self._said, self._barrier = said, barrier
+
+    def compare_texts(self, text: str) -> list[str]:
+        return self._everyones(text)
+
+    def compare(self, numbers: Sequence[int]) -> list[list[int]]:
+        return self._everyones(list(numbers))
+
+    def _everyones(self, own: Any) -> list[Any]:
+        self._said[self.rank] = own
+        self._barrier.wait()
+        found = list(self._said)
+        self._barrier.wait()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "unable", "can"),
+    [
+        (["one"] * _SIZE, None, True),
+        (["one", "one", "other"], None, False),
+        (["one", "", "one"], None, False),
+        ([""] * _SIZE, None, False),
+        (["one"] * _SIZE, 2, False),
+        (["one"] * _SIZE, 0, False),
+    ],
+)
+def test_all_ranks_of_one_host_share_memory_or_none(
+    hosts: list[str],
+    unable: int | None,
+    can: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = module._opened
+    own = threading.local()
+    monkeypatch.setattr(module, "_IN_MEMORY", str(tmp_path))
+    monkeypatch.setattr(
+        module,
+        "_opened",
+        lambda path, size: None if own.rank == unable else opened(path, size),
+    )
+    said, barrier = [None] * _SIZE, threading.Barrier(_SIZE, timeout=30)
+
+    def make(rank: int) -> list[list[int]] | None:
+        own.rank = rank
+        found = host_numbers(Threads(rank, said, barrier), hosts[rank], lambda: True, 30.0)  # type: ignore[arg-type]
+        return None if found is None else found.compare([rank])
+
+    with ThreadPoolExecutor(_SIZE) as pool:
+        found = list(pool.map(make, range(_SIZE)))
+    assert found == [[[0], [1], [2]] if can else None] * _SIZE
+    assert not list(tmp_path.iterdir())

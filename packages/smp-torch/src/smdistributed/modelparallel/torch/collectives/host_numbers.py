@@ -2,7 +2,8 @@
 
 Ranks of a group tell each other what they are about to do, before every module that they compute
 together. Over a socket that takes half a millisecond, and while Python confirms what a GPU computes
-it adds up: to 20 ms a step of a Llama of 22 layers. In memory it takes some microseconds.
+it adds up: to 27 ms a step of a Llama of 22 layers, under a profiler. In memory it takes some
+microseconds.
 
 A rank has two places that it alone writes to, in turn. Nobody writes the number after next before
 all have read this one, since who compares waits for all; so nothing is written over that somebody
@@ -141,7 +142,8 @@ def host_numbers(
         are_there, timeout: as of ``HostNumbers``.
     """
     size, rank = collectives.size, collectives.rank
-    if size == 1 or len({host, *collectives.compare_texts(host)} - {""}) != 1 or not host:
+    # All go by the same list: who knew less than the others would leave them waiting.
+    if size == 1 or len(hosts := {*collectives.compare_texts(host)}) > 1 or "" in hosts:
         return None
     path = _made(size) if rank == 0 else ""
     path = collectives.compare_texts(path)[0]

@@ -98,7 +98,7 @@ class _Spreading:
         if self._is_here(between, asked):
             self._add(node)
         else:
-            self._spread(node, asked, self._withreads_itself(between), reached)
+            self._spread(node, asked, self._with_differentiated(between), reached)
 
     def _add(self, node: Node) -> Node:
         node.index = len(self.nodes)
@@ -157,7 +157,7 @@ class _Spreading:
                 needed.update(value for value in node.inputs if value not in entrances)
         return between[::-1], reached
 
-    def _withreads_itself(self, between: Sequence[Node]) -> list[Node]:
+    def _with_differentiated(self, between: Sequence[Node]) -> list[Node]:
         """Returns nodes, and with each that differentiates what it differentiates."""
         found = dict.fromkeys(between)
         pending = list(filter(differentiates, between))

@@ -81,7 +81,7 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
     if not sum(sizes):
         return own.clone()
     # As they lie in memory, which dropout goes by.
-    flat = [each.permute(in_memory(each)).reshape(-1) for each in lanes]
+    flat = [each.permute(in_memory(each)).reshape(-1).contiguous() for each in lanes]
     total = collectives.sum_parts(flat)
     order = in_memory(own)
     back = [order.index(dim) for dim in range(own.dim())]
