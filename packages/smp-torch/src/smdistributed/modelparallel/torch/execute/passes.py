@@ -236,12 +236,18 @@ class Computation:
     @contextlib.contextmanager
     def computing(self, action: Action) -> Iterator[Noted | None]:
         """Inside, a forward pass is computed; yields what it exchanges within modules."""
-        plan = self._plans[action.microbatch]
-        has_backward = action.segment in plan.backward
-        noting = self._passes.together.noting() if has_backward else contextlib.nullcontext()
-        with_graph = action.segment in plan.with_graph
-        with torch.set_grad_enabled(with_graph), noting as exchanged:
+        with torch.set_grad_enabled(self.is_with_graph(action)), self.noting(action) as exchanged:
             yield exchanged
+
+    def is_with_graph(self, action: Action) -> bool:
+        """Whether a forward pass computes with gradients, but for what its code says."""
+        return action.segment in self._plans[action.microbatch].with_graph
+
+    def noting(self, action: Action) -> contextlib.AbstractContextManager[Noted | None]:
+        """Inside, what a forward pass exchanges within modules is noted, if it has a backward one."""
+        if action.segment in self._plans[action.microbatch].backward:
+            return self._passes.together.noting()
+        return contextlib.nullcontext()
 
     def run(self, action: Action, arguments: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Returns what a forward pass gives, by the Python of its modules."""

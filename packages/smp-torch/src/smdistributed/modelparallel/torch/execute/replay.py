@@ -169,21 +169,21 @@ class Replay:
             later = promised.given(num_inputs, len(arguments))
             becoming = {id(each): promise for each, promise in zip(arguments, later, strict=True)}
             entrances.extend((index, becoming.get(id(each), each)) for index, each in entered)
-            exchanged.append(stack.enter_context(computation.computing(action)))
+            # Python may have come into code without gradients: what grad mode is is its business.
+            exchanged.append(stack.enter_context(computation.noting(action)))
             inputs = [None if each is None else each.detach() for each in self._given[m]]
             return [*inputs, *(each if each.requires_grad else each.detach() for each in arguments)]
 
         confirming = Confirming(
             promised, passes.device, passes.devices, self._random, give, self._others
         )
-        has_backward = action.segment in passes.plans[m].backward
         num_inputs = len(self._given[m])
         inputs = promised.given(0, num_inputs)
         arguments = promised.given(num_inputs, promised.tape.num_given - num_inputs)
         with (
             stack,
             self._renewed_after_errors(action),
-            torch.set_grad_enabled(has_backward),
+            torch.set_grad_enabled(computation.is_with_graph(action)),
             self._random.seen_by(confirming),
             confirming.confirming(),
         ):
