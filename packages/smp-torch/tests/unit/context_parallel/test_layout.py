@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.context_parallel.layout import Layout, cut, joined
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout, all_cut, cut, joined
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -17,6 +17,7 @@ def test_pieces_are_the_whole(layout: Layout, num_ranks: int) -> None:
     pieces = [cut(whole, layout, rank, num_ranks) for rank in range(num_ranks)]
     assert {each.shape[layout.dim] for each in pieces} == {shape[layout.dim] // num_ranks}
     assert torch.equal(joined(pieces, layout), whole)
+    assert torch.equal(all_cut(whole, layout, num_ranks), torch.stack(pieces))
 
 
 def test_flattened_sequences_are_cut_each() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from smdistributed.modelparallel.torch.context_parallel import proof
 from smdistributed.modelparallel.torch.context_parallel.calls import taken_apart
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
 from smdistributed.modelparallel.torch.context_parallel.proof import (
@@ -17,7 +16,6 @@ from smdistributed.modelparallel.torch.context_parallel.proof import (
     Kind,
     Proof,
     Trial,
-    shorter,
 )
 
 LENGTH, WIDTH, RANKS = 64, 6, 2
@@ -91,25 +89,3 @@ def test_writes(x: torch.Tensor) -> None:
     spec, leaves, given = parts(torch.Tensor.add_, whole, x, layouts=((None, Layout(1)), SEQUENCE))
     given[0] = Given(whole.shape, whole, (None, Layout(1)), False)
     assert Trial(torch.Tensor.add_, spec, leaves, leaves, given, RANKS).proof() is None
-
-
-def test_long_calls_are_tried_short(x: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def short(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        spec, leaves, given = parts(function, *args, **kwargs)
-        found = shorter(given, leaves, leaves, LENGTH, RANKS)
-        if found is None:
-            return None
-        assert {each.shape[1] for each in found if each.is_own} == {32}
-        return Trial(function, spec, leaves, leaves, found, RANKS).proof() is not None
-
-    assert short(torch.tanh, x) is None  # it is not long
-    monkeypatch.setattr(proof, "LONG", 0)
-    assert short(torch.tanh, x)
-    assert short(functional.linear, x, torch.zeros(4, WIDTH))
-    assert short(torch.cumsum, x, 1) is False
-    # These numbers may be meant for the sequence.
-    assert short(torch.Tensor.__getitem__, x, (slice(None), slice(0, 40))) is None
-    assert short(torch.roll, x, 32, 1) is None
-    # Windows of it are not shorter.
-    windows = x.reshape(-1, 32, WIDTH)
-    assert short(torch.tanh, windows, layouts=((Layout(0, 2),),)) is None

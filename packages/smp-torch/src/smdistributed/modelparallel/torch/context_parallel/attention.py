@@ -6,14 +6,13 @@ kernel of PyTorch can be used, and a rank sends what it has of keys and values o
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 
 from smdistributed.modelparallel.torch.context_parallel.calls import Form
+from smdistributed.modelparallel.torch.context_parallel.causal import causal
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout, cut
 
@@ -36,32 +35,29 @@ def attention(
     Shape: ``(..., heads, own part of the sequence, channels)``, also of the result; the query may
     have all of its sequence. The mask has all keys, and all queries or the own ones.
     """
-    layout = Layout(key.dim() - 2)
-    key, value = group.whole(key, layout), group.whole(value, layout)
-    run = functools.partial(SDPA, scale=scale, enable_gqa=enable_gqa)
+    key, value = _whole(group, key), _whole(group, value)
     if is_causal and attn_mask is None:
-        return _causal(run, group, query, key, value)
+        size = query.shape[-2] // BLOCKS
+        places = group.rank, BLOCKS * group.size - 1 - group.rank
+        ends = [(place + 1) * size for place in places]
+        return causal(query, key, value, ends, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.shape[-2] == query.shape[-2] * group.size:
         attn_mask = cut(attn_mask, Layout(attn_mask.dim() - 2), group.rank, group.size)
-    return run(query, key, value, attn_mask, is_causal=is_causal)
+    return SDPA(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
-def _causal(
-    run: Callable[..., torch.Tensor],
-    group: ContextGroup,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-) -> torch.Tensor:
-    """Each block of queries reads the keys up to its own end, aligned at that."""
-    size = query.shape[-2] // BLOCKS
-    results = []
-    places = group.rank, BLOCKS * group.size - 1 - group.rank
-    for block, place in zip(torch.split(query, size, -2), places, strict=True):
-        end = (place + 1) * size
-        mask: Any = causal_lower_right(size, end)
-        results.append(run(block, key[..., :end, :], value[..., :end, :], mask))
-    return torch.cat(results, -2)
+def _whole(group: ContextGroup, piece: torch.Tensor) -> torch.Tensor:
+    """Returns keys or values of the whole sequence. Collective: CP_GROUP.
+
+    Heads are made of the channels of a token, so in memory they mostly lie inside of the sequence:
+    in this order they go over without a copy.
+    """
+    if piece.dim() < 3:
+        return group.whole(piece, Layout(piece.dim() - 2))
+    by_tokens = piece.transpose(-3, -2)
+    return group.whole(by_tokens, Layout(piece.dim() - 3)).transpose(-3, -2)
 
 
 def misfit(forms: Mapping[str, Form], options: Mapping[str, Any]) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
-from smdistributed.modelparallel.torch.context_parallel.layout import Layout, joined
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout, all_cut, joined
 
 
 class ContextGroup:
@@ -34,8 +34,8 @@ class ContextGroup:
 
     def whole(self, piece: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Returns the whole that the pieces of all ranks are of. Collective: CP_GROUP."""
-        pieces: torch.Tensor = _Gather.apply(piece, self.collectives)  # type: ignore[no-untyped-call]
-        return joined(pieces.unbind(), layout)
+        whole: torch.Tensor = _Gather.apply(piece, layout, self.collectives)  # type: ignore[no-untyped-call]
+        return whole
 
     def total(self, part: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the tensors of all ranks. Collective: CP_GROUP."""
@@ -44,17 +44,21 @@ class ContextGroup:
 
 
 class _Gather(torch.autograd.Function):
-    """The tensors of all ranks, stacked; its adjoint sums the gradients of the own one."""
+    """The whole that each rank has a piece of; its adjoint sums the gradients of the own one."""
 
     @staticmethod
-    def forward(ctx: Any, piece: torch.Tensor, collectives: Collectives) -> torch.Tensor:
-        ctx.collectives = collectives
-        return collectives.gather(piece.unsqueeze(0), [1] * collectives.size)
+    def forward(
+        ctx: Any, piece: torch.Tensor, layout: Layout, collectives: Collectives
+    ) -> torch.Tensor:
+        ctx.layout, ctx.collectives = layout, collectives
+        pieces = collectives.gather(piece.unsqueeze(0), [1] * collectives.size)
+        return joined(pieces.unbind(), layout)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         collectives: Collectives = ctx.collectives
-        return collectives.scatter_sum(gradient, [1] * collectives.size).squeeze(0), None
+        gradients = all_cut(gradient, ctx.layout, collectives.size)
+        return collectives.scatter_sum(gradients, [1] * collectives.size).squeeze(0), None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -52,3 +52,17 @@ def joined(pieces: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     firsts = [each.narrow(dim + 1, 0, 1) for each in halves]
     seconds = [each.narrow(dim + 1, 1, 1) for each in reversed(halves)]
     return torch.cat([*firsts, *seconds], dim + 1).flatten(dim, dim + 2)
+
+
+def all_cut(whole: torch.Tensor, layout: Layout, num_ranks: int) -> torch.Tensor:
+    """Returns the pieces of all ranks, stacked along a new first dim."""
+    dim = layout.dim
+    shape = list(whole.shape)
+    shape[dim] //= num_ranks
+    pieces = whole.new_empty([num_ranks, *shape])
+    halves = torch.unflatten(pieces, dim + 1, (layout.outer, BLOCKS, -1))
+    blocks = torch.unflatten(whole, dim, (layout.outer, BLOCKS * num_ranks, -1))
+    for rank in range(num_ranks):
+        for half, place in enumerate((rank, BLOCKS * num_ranks - 1 - rank)):
+            halves[rank].select(dim + 1, half).copy_(blocks.select(dim + 1, place))
+    return pieces

@@ -18,7 +18,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +32,6 @@ _ULPS = 256
 #: With so many sets of numbers a call is tried; those of both signs are so small.
 _TRIALS = 4
 _SMALL = 0.3
-#: A call with more numbers is tried with a short sequence, if that says the same.
-LONG = 2**24
-_SHORT_BLOCK = 8
 #: Numbers are kept of calls with fewer in all, and are not in double precision of those with more.
 _SMALL_SIZE = 2**22
 _LARGE = 2**30
@@ -408,47 +405,6 @@ def _say_something(results: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def shorter(
-    given: Sequence[Given], whole: Sequence[Any], own: Sequence[Any], length: int, num_ranks: int
-) -> list[Given] | None:
-    """Returns tensors with a short sequence for a call that takes its lengths from these alone.
-
-    Args:
-        given: the tensors with the long one.
-        whole: the other arguments for the whole.
-        own: the same for a piece.
-        length: of the long sequence.
-        num_ranks: that share it.
-
-    Returns:
-        None if the sequence is not long, or a number in the arguments may be meant for it.
-    """
-    short = BLOCKS * num_ranks * _SHORT_BLOCK
-    size = sum(each.shape.numel() for each in given)
-    if size < LONG or length <= short or tuple(whole) != tuple(own):
-        return None
-    if not all(map(_says_no_length, whole)):
-        return None
-    found = []
-    for each in given:
-        layout = each.layouts[0]
-        shape = list(each.shape)
-        if layout is not None:
-            shape[layout.dim], rest = divmod(shape[layout.dim] * short, length)
-            if rest or not layout.divides(shape[layout.dim], num_ranks):
-                return None
-        found.append(replace(each, shape=torch.Size(shape), layouts=(layout,)))
-    return found
-
-
-def _says_no_length(leaf: Any) -> bool:
-    if isinstance(leaf, slice):
-        return leaf == slice(None)
-    if isinstance(leaf, int):
-        return abs(leaf) < _SHORT_BLOCK
-    return not isinstance(leaf, torch.Size)
-
-
 def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -458,10 +414,21 @@ def _are_equal(one: torch.Tensor, another: torch.Tensor) -> bool:
         return False
     if not _is_inexact(one):
         return torch.equal(one, another)
-    finite = another.abs().nan_to_num(0.0, 0.0, 0.0)
-    scale = float(finite.max()) if finite.numel() else 0.0
+    pairs = list(zip(_parts(one), _parts(another), strict=True))
+    scale = max((float(each.abs().nan_to_num(0.0, 0.0, 0.0).max()) for _, each in pairs), default=0)
     bound = _ULPS * torch.finfo(one.dtype).eps * scale
-    return torch.allclose(one, another, rtol=0.0, atol=bound, equal_nan=True)
+    return all(torch.allclose(*each, rtol=0.0, atol=bound, equal_nan=True) for each in pairs)
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yields the parts of a tensor; a comparison makes several others of the size of each."""
+    if tensor.numel() <= _SMALL_SIZE or not tensor.dim():
+        if tensor.numel():
+            yield tensor
+        return
+    dim = max(range(tensor.dim()), key=tensor.shape.__getitem__)
+    size = max(1, tensor.shape[dim] * _SMALL_SIZE // tensor.numel())
+    yield from torch.split(tensor, size, dim)
 
 
 def divisors(number: int) -> list[int]:

@@ -43,10 +43,10 @@ from smdistributed.modelparallel.torch.context_parallel.proof import (
     Proof,
     Trial,
     divisors,
-    shorter,
 )
 from smdistributed.modelparallel.torch.context_parallel.refusals import refused
 from smdistributed.modelparallel.torch.context_parallel.seeing import RunMode
+from smdistributed.modelparallel.torch.context_parallel.short import shortened
 from smdistributed.modelparallel.torch.context_parallel.way import (
     ARGUMENTS,
     Held,
@@ -428,33 +428,62 @@ class PieceRun(RunMode):
             Given(each.whole, tensor, ways, each.is_piece)
             for each, tensor, ways in zip(held, tensors, layouts, strict=True)
         ]
-        short = shorter(given, whole.call.leaves, call.leaves, self._length, self.group.size)
-        found = None if short is None else self._found(call, whole, call.leaves, short)
+        found = self._found_short(call, whole, given)
         for leaves in shorter_by_turns(call.leaves, self._length, self.group.size):
             if found is None:
-                found = self._found(call, whole, leaves, given)
+                found = self._found(call, whole.call.leaves, leaves, given)
         if _is_hashable(key):
             known[key] = found
         return found
 
+    def _found_short(
+        self, call: Call, whole: OfWholeSequence, given: Sequence[Given]
+    ) -> _Found | None:
+        """Returns how a call with a long sequence computes with pieces, if a short one shows it."""
+        candidates = shortened(
+            call.function,
+            call.spec,
+            whole.call.leaves,
+            call.leaves,
+            given,
+            self._length,
+            self.group.size,
+        )
+        for short in candidates:
+            found = self._found(call, short.whole, short.own, short.given)
+            if found is not None and self._fits(found.proof, whole.results):
+                return _Found(call.leaves, found.proof)
+        return None
+
+    def _fits(self, proof: Proof, shapes: Sequence[torch.Size]) -> bool:
+        """Whether results of the long sequence can be cut as those of a short one.
+
+        A window of two tokens fits into a block of eight, and not into one of 1001.
+        """
+        return all(
+            result.layout is None
+            or result.layout.divides(shape[result.layout.dim], self.group.size)
+            for result, shape in zip(proof.results, shapes, strict=False)
+        )
+
     def _found(
         self,
         call: Call,
-        whole: OfWholeSequence,
-        leaves: tuple[Any, ...],
+        whole: tuple[Any, ...],
+        own: tuple[Any, ...],
         given: Sequence[Given],
     ) -> _Found | None:
         trial = Trial(
             call.function,
             call.spec,
-            whole.call.leaves,
-            leaves,
+            whole,
+            own,
             given,
             self.group.size,
             backward=_has_backward_code(call.function),
         )
         proof = trial.proof()
-        return None if proof is None else _Found(leaves, proof)
+        return None if proof is None else _Found(own, proof)
 
     def _check_outside(
         self, whole: OfWholeSequence, call: Call, tensors: Sequence[torch.Tensor]

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
 from smdistributed.modelparallel.torch.context_parallel.actions import Action
 from smdistributed.modelparallel.torch.context_parallel.calls import (
     Call,
     Makers,
+    put_together,
     results_of,
     taken_apart,
 )
@@ -23,6 +26,7 @@ from smdistributed.modelparallel.torch.tensors.functions import (
     BACKWARD,
     HOOKING_GRADIENTS,
 )
+from smdistributed.modelparallel.torch.trial.on_fakes import Trial
 
 #: Who has made the arguments of the step function.
 ARGUMENTS = -1
@@ -103,17 +107,27 @@ class Made:
         self._made[tensor] = self.by(tensor) | {(call, result)}
 
 
+class NumbersNeededError(Exception):
+    """A tensor has no numbers, and one with numbers is written to by it."""
+
+
 class WholeRun(RunMode):
     """Writes down the calls of a step that is tried with whole sequences.
 
+    What parameters meet is too large for one rank, and is not needed: the logits of a sequence may
+    be larger than all that the rank keeps of its piece. From there on tensors are fakes.
+
     Args:
         arguments: tensors of the step function.
+        fake_mode: of fakes; None if all tensors are to have numbers.
     """
 
-    def __init__(self, arguments: list[torch.Tensor]) -> None:
+    def __init__(self, arguments: list[torch.Tensor], fake_mode: FakeTensorMode | None) -> None:
         super().__init__()
         self.way = Way()
         self._made = Made()
+        self._fake_mode = fake_mode
+        self._fakes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for number, each in enumerate(arguments):
             self._made.note(each, ARGUMENTS, number)
 
@@ -132,13 +146,43 @@ class WholeRun(RunMode):
             number: tensor for number, tensor in enumerate(tensors) if not call.makers[number]
         }
         with self.aside():
-            result = function(*args, **kwargs)
+            if any(isinstance(each, nn.Parameter | FakeTensor) for each in tensors):
+                result = self._without_numbers(function, call, tensors)
+            else:
+                result = function(*args, **kwargs)
         results = results_of(result)
         for number, each in enumerate(results):
             self._made.note(each, len(self.way.wholes), number)
         shapes = tuple(each.shape for each in results)
         self.way.wholes.append(OfWholeSequence(call, shapes, outside))
         return result
+
+    def _without_numbers(
+        self, function: Callable[..., Any], call: Call, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        if self._fake_mode is None:
+            args, kwargs = put_together(call.spec, call.leaves, tensors)
+            return function(*args, **kwargs)
+        fakes = [self._fake(self._fake_mode, each) for each in tensors]
+        args, kwargs = put_together(call.spec, call.leaves, fakes)
+        with self._fake_mode, Trial() as trial:
+            result = function(*args, **kwargs)
+        for tensor, fake in zip(tensors, fakes, strict=True):
+            if fake is not tensor and trial.has_written(fake):
+                raise NumbersNeededError
+        return result
+
+    def _fake(self, mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the fake of a tensor, which of a sharded parameter is that of the whole."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor not in self._fakes:
+            with mode:
+                self._fakes[tensor] = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+                )
+        fake: torch.Tensor = self._fakes[tensor]
+        return fake
 
 
 def call_of(

@@ -12,6 +12,7 @@ from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.torch.compat.between import standing_between
 from smdistributed.modelparallel.torch.compat.private.backward import is_without_graph
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.compat.transformers_masks import masks_of_whole_sequences
 from smdistributed.modelparallel.torch.context_parallel.checkpoints import repeated_for_pieces
@@ -113,6 +114,13 @@ class SplitSequences:
 
     def _look(self, call: Call) -> Way:
         """Runs the body for the whole, without gradients, and leaves nothing of it behind."""
+        try:
+            return self._tried(call, self._runtime.fake_mode)
+        except Exception:  # of code that wants to know numbers, or of any code: then it comes again
+            return self._tried(call, None)
+
+    def _tried(self, call: Call, fake_mode: FakeTensorMode | None) -> Way:
+        """Runs it; of what parameters meet there are no numbers if there is a mode of fakes."""
         models = models_of(self._runtime)
         copies: dict[int, torch.Tensor] = {}
 
@@ -122,7 +130,7 @@ class SplitSequences:
             return copies.setdefault(id(tensor), tensor.detach().clone())
 
         args, kwargs = map_tensors(call, copied)
-        run = WholeRun(list(copies.values()))
+        run = WholeRun(list(copies.values()), fake_mode)
         before = Snapshot([each for model in models for each in model.modules()], [self._function])
         self.is_looking = True
         try:

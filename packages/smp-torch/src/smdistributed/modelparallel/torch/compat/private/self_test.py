@@ -13,6 +13,11 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint as native_checkpoint
 
+from smdistributed.modelparallel.torch.compat.private.attention import (
+    attend,
+    gives_log_sums,
+    gradients_of,
+)
 from smdistributed.modelparallel.torch.compat.private.backward import (
     accumulations_seen,
     applied_alone,
@@ -122,6 +127,7 @@ def self_test() -> list[str]:
             _subclasses,
             _tensors_without_memory,
             _who_differentiates,
+            _attention,
         )
         if (error := _failure(check)) is not None
     ]
@@ -511,3 +517,14 @@ def _who_differentiates() -> None:
         found = torch.func.grad(torch.square)(torch.ones(()))
         _expect(saved_tensors_hooks() == (pack, pack), "hooks are put back")
     _expect(found.item() == 2, "a transform runs without hooks")
+
+
+def _attention() -> None:
+    query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 6, 8)
+    _expect(gives_log_sums(query, query, query, None), "attention that gives its log-sums")
+    attended = attend(query, key, key, 1.0, is_causal=False)
+    scores = query @ key.repeat_interleave(2, 1).mT
+    _expect(torch.allclose(attended.log_sums, scores.logsumexp(-1), atol=1e-5), "their values")
+    found = gradients_of(query, query, key, key, attended, 1.0, is_causal=False)
+    of_value = (scores.softmax(-1).mT @ query).view(1, 2, 2, 6, 8).sum(2)
+    _expect(torch.allclose(found[2], of_value, atol=1e-5), "gradients of attention")
