@@ -231,8 +231,7 @@ class Snapshot:
         """
         grown = []
         for holder, now in reversed(self._changed):
-            # The modules' own attributes are looked after by themselves.
-            is_container = not self._is_of_own_attributes(holder)
+            is_container = not self._is_looked_after(holder)
             if is_container and is_growth(holder.obj, holder.before, now):
                 is_own = not self._is_of_others(holder)
                 growth = Growth.of(holder.path, holder.obj, holder.before, now, is_own=is_own)
@@ -248,10 +247,11 @@ class Snapshot:
             holder.put_back(holder.obj, holder.before)
         return grown
 
-    def _is_of_own_attributes(self, holder: Holder) -> bool:
+    def _is_looked_after(self, holder: Holder) -> bool:
+        """Whether it is a module's own attribute, or what any module has, such as its buffers."""
         return (
             holder.owner is not None
-            and holder.owner.attribute == ""
+            and holder.owner.attribute in _OWN_ATTRIBUTES
             and not self._is_of_others(holder)
         )
 
