@@ -70,6 +70,39 @@ def test_shared_parameters_stay_together() -> None:
         Recorded(module, {"0": 0, "3": 1}).place(module, torch.ones(2, WIDTH))
 
 
+class Branch(nn.Module):
+    """Calls a module that another branch has, too."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Linear(WIDTH, WIDTH), shared
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(self.own(x))
+
+
+@pytest.mark.parametrize(
+    "shared", [nn.PReLU(), nn.Sequential(nn.Linear(WIDTH, WIDTH)), nn.BatchNorm1d(WIDTH)]
+)
+def test_a_module_of_two_parents_is_where_both_call_it(shared: nn.Module) -> None:
+    module = nn.Sequential(*(Branch(shared) for _ in range(4)))
+    recorded = Recorded(module, {})
+    placement = recorded.place(module, torch.ones(2, WIDTH))
+    assert {placement.partition_of[branch.own] for branch in module} == {0, 1}
+    for branch in module:
+        whole = next((each for each in (branch, shared) if each in placement.leaves), None)
+        assert whole is not branch or placement.partition_of[branch] == (
+            placement.partition_of[shared]
+        )
+
+
+def test_an_activation_without_weights_holds_no_blocks_together() -> None:
+    shared = nn.ReLU()
+    module = nn.Sequential(*(Branch(shared) for _ in range(4)))
+    placement = Recorded(module, {}).place(module, torch.ones(2, WIDTH))
+    assert [placement.partition_of[branch] for branch in module] == [0, 0, 1, 1]
+
+
 class Deciding(nn.Linear):
     """Does something else for other numbers."""
 

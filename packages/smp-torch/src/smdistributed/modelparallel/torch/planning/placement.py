@@ -9,10 +9,12 @@ Source: model-parallel-core-features.md, Automated Model Splitting with PyTorch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
@@ -204,6 +206,15 @@ class _Tree:
             if len({module for module, _ in slots}) > 1
             for slot in slots
         }
+        parents = Counter(child for each in fakes.model.modules() for child in each.children())
+        #: What is inside a module with several parents, and has parameters or buffers itself.
+        self.of_several = {
+            inner: fakes.names[inner]
+            for module, number in parents.items()
+            if number > 1
+            for inner in module.modules()
+            if any(True for _ in _own_tensors(inner))
+        }
 
     def costs(self, module: nn.Module) -> ModuleProfile | None:
         return self.profile.modules.get(module) if self.profile else None
@@ -232,6 +243,18 @@ class _Tree:
         return total
 
 
+def _own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters(recurse=False)
+    yield from module.buffers(recurse=False)
+
+
+def _stand_in(tree: _Tree, module: nn.Module, name: str, order: int) -> Unit:
+    """Returns what keeps a further parent of a module with the module, which it calls."""
+    keys = {tree.of_several[each] for each in module.modules() if each in tree.of_several}
+    output_bytes = tree.crossing_behind(module)
+    return Unit(name, 0.0, 0.0, order, frozenset(keys), output_bytes=output_bytes)
+
+
 def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
     tree.placed.add(module)
     costs = tree.costs(module)
@@ -241,11 +264,15 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
     children: list[Unit] = []
     below_compute = 0.0
     below_bytes = below_moved = 0
-    for child in module.children():
-        if child in tree.placed:
-            continue
+    for child_name, child in module.named_children():
         # A module that is never called stays behind its elder sibling.
-        children.append(_unit(tree, child, children[-1].order if children else order))
+        behind = children[-1].order if children else order
+        if child in tree.placed:
+            if any(each in tree.of_several for each in child.modules()):
+                path = f"{tree.fakes.names[module]}.{child_name}".removeprefix(".")
+                children.append(_stand_in(tree, child, path, behind))
+            continue
+        children.append(_unit(tree, child, behind))
         inner = [] if tree.profile is None else called_in(child, tree.profile)
         below_compute += tree.compute(*inner)
         below_bytes += sum(each.activation_bytes for each in inner)
@@ -264,16 +291,21 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
         compute=compute,
         memory=STATE_FACTOR * parameter_bytes + activations,
         order=order,
-        shared=frozenset(
-            tree.shared[module, name]
-            for name in module._parameters
-            if (module, name) in tree.shared
-        ),
+        shared=frozenset(_keys(tree, module)),
         pinned=tree.pinned.get(module),
         children=tuple(sorted(children, key=lambda child: child.order)),
         output_bytes=tree.crossing_behind(module),
         splittable=bool(children) and _can_be_split(module, costs),
     )
+
+
+def _keys(tree: _Tree, module: nn.Module) -> Iterator[str]:
+    """Yields what names a module's own tensors where units on other ways hold them, too."""
+    for name in module._parameters:
+        if (module, name) in tree.shared:
+            yield tree.shared[module, name]
+    if module in tree.of_several:
+        yield tree.of_several[module]
 
 
 def _can_be_split(module: nn.Module, costs: ModuleProfile | None) -> bool:
