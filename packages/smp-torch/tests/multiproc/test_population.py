@@ -412,6 +412,17 @@ def test_what_no_rank_has_in_a_backward_pass_is_refused(worlds: Worlds) -> None:
             assert reason in found[name], name
 
 
+def test_state_and_layers_as_many_scripts_have_them_are_exact(worlds: Worlds) -> None:
+    names = [
+        "average assigned anew",
+        "layer of two parents",
+        "activation with a weight in all blocks",
+        "two packed recurrent layers",
+    ]
+    for found in run(worlds, WORLDS["pp2"], try_uses, names):
+        assert set(found.values()) == {"exact"}
+
+
 def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> None:
     names = [
         "kept number, end, former spectral",

@@ -133,6 +133,20 @@ _SQUARE = """
             x, = ctx.saved_tensors
             return 2 * g * x
 """
+_BRANCH = """
+    class Branch(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.pre, self.shared, self.post = nn.Linear(4, 4), shared, nn.Linear(4, 4)
+        def forward(self, x): return self.post(self.shared(self.pre(x)))
+"""
+_RECURRENT = """
+    def recurrent(layer, x):
+        lengths = 1 + (x.detach()[:, 0] > 0).long()
+        pack = nn.utils.rnn.pack_padded_sequence(
+            torch.stack([x, -x]), lengths.cpu(), enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(layer(pack)[0], total_length=2)[0].sum(0)
+"""
 
 USES = {
     # Hooks
@@ -979,6 +993,32 @@ USES = {
     ),
     "memory of an activation asked for": Use(late="x = x * (1 if x.data_ptr() else 2)"),
     "requires_grad_ in the step": Use(body="NET.first.weight.requires_grad_(False)"),
+    "average assigned anew": Use(
+        init="self.second.register_buffer('mean', torch.zeros(4))",
+        leaf="""
+            if hasattr(self, 'mean'):
+                self.mean = 0.5 * self.mean + 0.5 * x.detach().mean(0)
+                x = x - self.mean
+        """,
+    ),
+    "layer of two parents": Use(
+        top=_BRANCH,
+        init="shared = nn.Linear(4, 4); self.left, self.right = Branch(shared), Branch(shared)",
+        glue="x = self.left(x)",
+        late="x = self.right(x)",
+    ),
+    "activation with a weight in all blocks": Use(
+        top=_BRANCH,
+        init="shared = nn.PReLU(); self.left, self.right = Branch(shared), Branch(shared)",
+        glue="x = self.left(x)",
+        late="x = self.right(x)",
+    ),
+    "two packed recurrent layers": Use(
+        top=_RECURRENT,
+        init="self.left, self.right = nn.GRU(4, 4), nn.LSTM(4, 2, bidirectional=True)",
+        glue="x = recurrent(self.left, x)",
+        late="x = recurrent(self.right, x)",
+    ),
 }
 
 

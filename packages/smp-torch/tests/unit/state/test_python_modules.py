@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.state import reach
+from smdistributed.modelparallel.torch.state.holders import Owner
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 
 SETTINGS = types.ModuleType("probe_of_settings")
@@ -114,6 +115,29 @@ def test_a_class_that_nothing_can_be_set_on_is_left_alone() -> None:
     snapshot.note_changes()
     snapshot.put_back()
     assert net.step == 0
+
+
+def test_a_buffer_that_is_assigned_anew_is_no_tensor_put_into_a_container() -> None:
+    norm = nn.BatchNorm1d(2)
+    snapshot = Snapshot([norm])
+    before, norm.running_mean = norm.running_mean, torch.ones(2)
+    snapshot.note_changes()
+    assert not snapshot.put_back()
+    assert norm.running_mean is before
+
+
+def test_what_the_library_puts_on_a_tensor_is_no_change() -> None:
+    class OfList(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.all = [torch.ones(2)]
+
+    module = OfList()
+    snapshot = Snapshot([module])
+    module.all[0].of_library = Owner(module, "all")
+    assert not snapshot.differences()
+    module.all[0].scale = 2.0
+    assert snapshot.differences()
 
 
 @pytest.mark.parametrize("place", ["probe_of_place.py", "probe_of_place/__init__.py"])

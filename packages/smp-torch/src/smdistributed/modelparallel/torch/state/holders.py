@@ -450,7 +450,7 @@ def in_one_go(held: Iterable[Holder]) -> tuple[Identities, list[Holder]]:
         obj, before = holder.obj, holder.before
         if holder.read is DICT.read:
             mappings.append(obj)
-        elif holder.read is FAKE.read:
+        elif holder.read is ON_TENSOR.read:
             (mappings if before else sized).append(vars(obj))
         elif holder.read is CLASS.read:
             mappings.append(vars(obj))
@@ -475,8 +475,8 @@ FACTORY = Kind(
     lambda obj, before: setattr(obj, "default_factory", before["default_factory"]),
 )
 DICT = Kind(_read_dict, _refill_dict)
-#: What a script has put on a fake, as on the parameter that it stands for.
-FAKE = Kind(attributes_shown, show_attributes)
+#: What a script has put on a tensor, or on a fake as on the parameter that it stands for.
+ON_TENSOR = Kind(attributes_shown, show_attributes)
 #: The attributes of an object of the library.
 SHOWN = Kind(_read_shown, _refill_shown)
 #: Which names a namespace has, but for those that Python itself puts there.

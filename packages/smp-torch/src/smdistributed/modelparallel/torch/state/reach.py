@@ -37,10 +37,7 @@ from smdistributed.modelparallel.torch.tensors.spec import attributes_shown
 
 _ATOMS = (torch.dtype, logging.Handler)
 #: What is looked into by its items; one of a class of its own may have attributes besides.
-_CONTAINERS = (
-    *(dict, list, set, tuple, frozenset, collections.deque),
-    *(functools.partial, torch.Tensor),
-)
+_CONTAINERS = (dict, list, set, tuple, frozenset, collections.deque, functools.partial)
 #: What shows another object and has nothing itself.
 _VIEWS: tuple[type, ...] = (
     types.MappingProxyType,
@@ -145,7 +142,7 @@ class Reach:
                 continue
             self._seen.add(id(obj))
             self._look(obj, owner, path)
-            if has_attributes and isinstance(obj, _CONTAINERS) and type(obj) is not FakeTensor:
+            if has_attributes and isinstance(obj, _CONTAINERS):
                 self._attributes(obj, owner, path)
             if isinstance(obj, _SUBCLASSED) and type(obj) not in _SUBCLASSED:
                 self._class(type(obj))
@@ -206,13 +203,11 @@ class Reach:
         elif isinstance(obj, _VIEWS):
             self._pending += [(shown, owner, path) for shown in gc.get_referents(obj)]
         elif isinstance(obj, torch.Tensor):
-            if isinstance(obj, FakeTensor):
-                self._hold(holders.FAKE, obj, owner, path)
-                self._pending += [
-                    (value, owner, f"{path}.{name}")
-                    for name, value in attributes_shown(obj).items()
-                ]
-            elif id(obj) not in self._moved:
+            self._hold(holders.ON_TENSOR, obj, owner, path)
+            self._pending += [
+                (value, owner, f"{path}.{name}") for name, value in attributes_shown(obj).items()
+            ]
+            if not isinstance(obj, FakeTensor) and id(obj) not in self._moved:
                 self._hold(holders.TENSOR, obj, owner, path)
         elif isinstance(obj, weakref.ref):
             add((obj(), owner, path))

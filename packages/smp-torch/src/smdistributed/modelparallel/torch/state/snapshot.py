@@ -132,7 +132,7 @@ class Snapshot:
             for holder in self._holders
             if holder.owner is None
             or holder.owner.attribute not in _OWN_ATTRIBUTES
-            or holder.read is holders.FAKE.read
+            or holder.read is holders.ON_TENSOR.read
             or (holder.owner.attribute == "" and holder.owner.module not in modules)
         ]
         #: Of these, once nothing was another: what is compared in one go, and the rest.

@@ -210,7 +210,7 @@ def _entries(holder: Holder) -> Iterator[tuple[Any, Any]]:
     """Yields the key and the content of each place that something else can be put into."""
     if holder.read is holders.CELL.read:
         yield CONTENT, holder.before
-    elif isinstance(holder.before, dict) and holder.read is not holders.FAKE.read:
+    elif isinstance(holder.before, dict) and holder.read is not holders.ON_TENSOR.read:
         yield from holder.before.items()
 
 

@@ -20,7 +20,7 @@ _OWN_PACKAGE = __name__.partition(".")[0]
 def attributes_shown(tensor: torch.Tensor) -> dict[str, Any]:
     """Returns the attributes that a script has given a tensor, or a fake."""
     if not (given := vars(tensor)):
-        return given
+        return {}  # of what it has now, and not of what it will have
     own = attributes_of(tensor)
     return {
         name: value
