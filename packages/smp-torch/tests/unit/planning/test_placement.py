@@ -91,8 +91,9 @@ def test_a_module_of_two_parents_is_where_both_call_it(shared: nn.Module) -> Non
     assert {placement.partition_of[branch.own] for branch in module} == {0, 1}
     for branch in module:
         whole = next((each for each in (branch, shared) if each in placement.leaves), None)
-        assert whole is not branch or placement.partition_of[branch] == (
-            placement.partition_of[shared]
+        assert (
+            whole is not branch
+            or placement.partition_of[branch] == (placement.partition_of[shared])
         )
 
 
