@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
 from smdistributed.modelparallel.torch.collectives.sums import fused_sum
@@ -19,6 +18,7 @@ from smdistributed.modelparallel.torch.compat.fused import fused
 from smdistributed.modelparallel.torch.compat.private.fusion import runs_kernels
 from smdistributed.modelparallel.torch.nn.fused import residual_norm, residual_norm_gradients
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.once import once_differentiable
 
 #: Of what ``norm_kernel`` takes: what is read, and the most channels of a row.
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)

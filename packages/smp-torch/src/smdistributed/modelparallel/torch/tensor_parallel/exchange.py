@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives, Sizes
 from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.once import once_differentiable
 
 
 def enter(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:

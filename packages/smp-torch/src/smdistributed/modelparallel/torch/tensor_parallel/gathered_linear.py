@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.collectives.interface import Sizes
@@ -21,6 +20,7 @@ from smdistributed.modelparallel.torch.compat.fused import fused as fused_on_gpu
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.once import once_differentiable
 
 
 class Together:
@@ -57,7 +57,7 @@ class Together:
         if self._total is None:
             total = _of_weight(gradient, inputs, share)
         else:
-            total = self._total.addmm_(gradient.t(), inputs, alpha=share)
+            total = self._total.addmm_(gradient.t(), inputs.conj(), alpha=share)
         self._total = total if self._left else None
         return None if self._left else total
 
@@ -195,7 +195,7 @@ def _apply(
 
 def _of_weight(gradient: torch.Tensor, inputs: torch.Tensor, share: float) -> torch.Tensor:
     nothing = gradient.new_zeros(())
-    return torch.addmm(nothing, gradient.t(), inputs, beta=0, alpha=share)
+    return torch.addmm(nothing, gradient.t(), inputs.conj(), beta=0, alpha=share)
 
 
 @fused_on_gpus
@@ -239,7 +239,7 @@ class _SlicedLinear(torch.autograd.Function):
             mark = group.stream.mark()
         if ctx.needs_input_grad[0]:
             # Under autocast the product, and with it its gradient, has another type.
-            of_tensor = (gradient @ weight.to(gradient.dtype)).to(ctx.dtype)
+            of_tensor = (gradient @ weight.conj().to(gradient.dtype)).to(ctx.dtype)
         flat = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             if group is not None:
@@ -278,7 +278,7 @@ class _CompiledLinear(torch.autograd.Function):
         tensor, weight, bias = ctx.saved_tensors
         of_tensor = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_tensor = (gradient @ weight.to(gradient.dtype)).to(tensor.dtype)
+            of_tensor = (gradient @ weight.conj().to(gradient.dtype)).to(tensor.dtype)
         flat = gradient.flatten(0, -2)
         if ctx.needs_input_grad[1]:
             inputs = tensor.to(gradient.dtype).flatten(0, -2)

@@ -70,7 +70,8 @@ class ValuesOfFirst:
         if attribute in inner._buffers:
             inner._buffers[attribute] = values
             return
-        trains = values.is_floating_point() and (like is None or like.requires_grad)
+        has_gradient = values.is_floating_point() or values.is_complex()
+        trains = has_gradient and (like is None or like.requires_grad)
         inner._parameters[attribute] = nn.Parameter(values, requires_grad=trains)
 
     def draw(self, module: DistributedModule, make: Callable[[], DistributedModule]) -> None:

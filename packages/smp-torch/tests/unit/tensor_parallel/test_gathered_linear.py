@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import (
+    Together,
+    sliced_linear,
+)
+
+SHARE = 0.5
+GROUP: Any = SimpleNamespace(share_of_gradient=SHARE)
+
+
+def tensors(dtype: torch.dtype) -> list[torch.Tensor]:
+    numbers = torch.Generator().manual_seed(3)
+    shapes = [(5, 4), (3, 4), (3,)]
+    found = [torch.randn(shape, dtype=dtype, generator=numbers) for shape in shapes]
+    return [each.requires_grad_() for each in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_of_a_slice_are_those_of_a_linear_map(dtype: torch.dtype, together: bool) -> None:
+    """Of complex numbers, too; those of weights count for the share of one rank."""
+    x, weight, bias = given = tensors(dtype)
+    kept = Together() if together else None
+    results = [sliced_linear(GROUP, each, weight, bias, kept) for each in (x, 2 * x)]
+    found = torch.autograd.grad(sum(each.abs().square().sum() for each in results), given)
+    whole = sum(F.linear(each, weight, bias).abs().square().sum() for each in (x, 2 * x))
+    for each, wanted, share in zip(
+        found, torch.autograd.grad(whole, given), (1, SHARE, SHARE), strict=True
+    ):
+        torch.testing.assert_close(each, wanted * share)
+
+
+def test_gradients_that_can_be_differentiated_are_refused() -> None:
+    """Also where the gradient needs none: the weight would be taken for a constant."""
+    x, weight, bias = tensors(torch.float64)
+    out = sliced_linear(GROUP, x, weight, bias)
+    with pytest.raises(UnsupportedError, match="create_graph=True"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
