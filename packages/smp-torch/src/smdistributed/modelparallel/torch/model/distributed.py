@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import (
@@ -95,6 +96,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             )
         super().__init__()
         self._given = weakref.ref(module)  # which distributed modules may take the place of
+        check_made(module)
         _check_overlaps(runtime, module)
         _check_renormalized(runtime, module)
         module = with_distributed_modules(runtime, module)
@@ -670,6 +672,21 @@ def _check_renormalized(runtime: TorchRuntime, module: nn.Module) -> None:
                 "up, which differ between data-parallel ranks, so their weights would. Leave "
                 "max_norm out, and bound the rows after optimizer.step(), with torch.renorm, on "
                 "every rank."
+            )
+
+
+def check_made(module: nn.Module) -> None:
+    """Refuses a model that has modules whose first call makes their parameters.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    for name, each in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(each):
+            raise UnsupportedError(
+                f"{name} has no shape before its module (nn.LazyLinear, say) is called first, so "
+                "nobody knows which rank it fits on: run the model once on an example before "
+                "smp.DistributedModel, as in plain PyTorch before an optimizer is made."
             )
 
 
