@@ -262,6 +262,14 @@ def _momentum_by_hand(run: Run) -> None:
         momentum.lerp_(each.grad, 0.1)
 
 
+def _followed(run: Run) -> None:
+    """Blocks of all partitions follow the last one, by new data."""
+    *blocks, last = run.net.blocks
+    for block in blocks:
+        for mine, its in zip(block.parameters(), last.parameters(), strict=True):
+            mine.data = 0.9 * mine.data + 0.1 * its.data
+
+
 ALONE: dict[str, Loop] = {
     "kept: data": _kept(lambda p: p.data),
     "kept: detached": _kept(lambda p: p.detach()),
@@ -279,6 +287,7 @@ ALONE: dict[str, Loop] = {
     "penalised before": Loop(begin=_penalised, clear=lambda run: None),
     "asked for": Loop(gradients=_asked),
     "in inference mode": Loop(after=_in_inference),
+    "followed by data": Loop(after=_followed),
     "momentum by hand": Loop(update=torch.no_grad()(_momentum_by_hand)),
 }
 MOMENTS = {

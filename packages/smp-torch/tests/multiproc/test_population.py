@@ -439,9 +439,9 @@ def test_numbers_of_single_parameters_come_from_the_ranks_that_have_them(worlds:
         assert set(found.values()) == {"exact"}
 
 
-def test_what_saw_parameters_before_the_first_step_sees_them_later(worlds: Worlds) -> None:
-    """Of those that other partitions have, too."""
-    names = ["kept: data", "kept: of a state"]
+def test_parameters_are_seen_and_set_by_their_data(worlds: Worlds) -> None:
+    """Of other partitions, too, also where it was taken before the first step."""
+    names = ["kept: data", "kept: of a state", "followed by data"]
     for found in run(worlds, WORLDS["pp2"], try_at_rest, names):
         assert set(found.values()) == {"exact"}
 

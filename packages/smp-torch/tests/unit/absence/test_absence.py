@@ -18,6 +18,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import CommError, UnsupportedError
 from smdistributed.modelparallel.torch.absence import following, tensors
 from smdistributed.modelparallel.torch.absence.forms import Forms
+from smdistributed.modelparallel.torch.absence.given import GivenData
 from smdistributed.modelparallel.torch.absence.notes import Origin
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
 from smdistributed.modelparallel.torch.absence.owned import Owned, OwnedTensor, own_up
@@ -76,6 +77,7 @@ class Rank:
         self.parameters = [nn.Parameter(each) for each in values]
         self.sharing_memory = MemorySharers().of
         self.run = following.run
+        self.given = GivenData()
         self.needs_values = Forms(self.fake_mode).depend_on_values
         mine, absent = self.parameters[own], self.parameters[1 - own]
         make_absent(absent, self, origin(1 - own), absent.shape, CPU)
@@ -329,6 +331,32 @@ def test_what_python_reads_comes_from_the_rank_that_has_it(read: Any) -> None:
     wanted = [read(nn.Parameter(each)) for each in whole()]
     for found in on_both(lambda rank: [read(each) for each in rank.parameters]):
         assert found == wanted
+
+
+def test_a_parameter_may_be_given_what_ranks_compute_together() -> None:
+    def compute(rank: Rank) -> float:
+        mine, other = rank.parameters
+        mine.data = 0.9 * mine.data + 0.1 * other.data
+        rank.given.check()
+        return mine.sum().item()
+
+    wanted = (0.9 * whole()[0] + 0.1 * whole()[1]).sum().item()
+    assert on_both(compute) == pytest.approx([wanted, wanted])
+
+
+def test_what_a_parameter_was_given_is_not_written_to_or_given_again() -> None:
+    def compute(rank: Rank) -> None:
+        mine, other = rank.parameters
+        together = mine.data + other.data
+        mine.data = together
+        with pytest.raises(UnsupportedError, match="two parameters were given"):
+            other.data = together
+        together.mul_(2)
+        with pytest.raises(UnsupportedError, match="was written to after"):
+            rank.given.check()
+        rank.given.check()
+
+    on_both(compute)
 
 
 def test_a_rank_reads_what_it_has_by_itself() -> None:

@@ -104,6 +104,11 @@ def _is_absent(value: Any) -> bool:
 
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     own = args[0] if args and isinstance(args[0], AbsentTensor) else None
+    if func == _TENSOR.data.__set__ and _is_computed_for(*args):
+        return _give_data(*args)
+    if func == _TENSOR.data.__set__ and own is None:
+        with awake(owned_in(args)):
+            return func(*args)  # which the next step refuses
     if own is not None:
         handled, result = _of_one(func, own, args)
         if handled:
@@ -177,6 +182,26 @@ def _of_one(func: Any, own: AbsentTensor, args: Any) -> tuple[bool, Any]:
             memo[id(own)] = _of_one(_TENSOR.requires_grad_, copied, (copied, own.requires_grad))[1]
         return True, memo[id(own)]
     return False, None
+
+
+def _is_computed_for(parameter: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether ranks that compute it together can give a model's own tensor its data."""
+    if not isinstance(data, AbsentTensor) or len(data.absent.origin.owners) < 2:
+        return False
+    is_own = (
+        parameter.absent.source.is_own
+        if isinstance(parameter, AbsentTensor)
+        else data.absent.keeper.is_here(parameter)
+    )
+    is_alike = parameter.shape == data.shape and parameter.dtype == data.dtype
+    return is_own and is_alike and not data.absent.source.is_own
+
+
+def _give_data(parameter: torch.Tensor, data: AbsentTensor) -> None:
+    """Writes the data to the memory that there is: no rank has the memory of what is computed."""
+    with torch.no_grad():
+        _answer(_TENSOR.copy_, (parameter, data), {})
+    data.absent.keeper.given.note(data.absent.fake, _all_names([data]))
 
 
 def _all_names(found: Sequence[AbsentTensor]) -> str:

@@ -50,6 +50,7 @@ _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad.__get__
 _SET_GRAD: Any = _TENSOR.grad.__set__
 _DATA: Any = _TENSOR.data.__get__
+_SET_DATA: Any = _TENSOR.data.__set__
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -103,6 +104,8 @@ class OwnedTensor(torch.Tensor, metaclass=LikeTensor):
         """Runs a function of torch that got such a tensor."""
         if any(not issubclass(each, cls) and hasattr(each, "operate") for each in types):
             return NotImplemented  # absent ones, and those in parts, know what to do
+        if func == _SET_DATA and hasattr(type(args[1]), "operate"):  # torch asks the first one only
+            return type(args[1]).__torch_function__(func, types, args, kwargs or {})
         given = owned_in((args, kwargs or {}))
         if not given:  # what was owned is awake
             with past_subclass_functions():

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.given import GivenData
 from smdistributed.modelparallel.torch.absence.notes import REMEDY, Origin, Source
 from smdistributed.modelparallel.torch.absence.values import Question
 from smdistributed.modelparallel.torch.compat.private.below import (
@@ -47,9 +48,11 @@ class Keeper(Protocol):
 
     Attributes:
         fake_mode: of all fakes.
+        given: what was given to parameters as their data.
     """
 
     fake_mode: FakeTensorMode
+    given: GivenData
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function of torch that got an absent tensor; see ``absence.following``."""

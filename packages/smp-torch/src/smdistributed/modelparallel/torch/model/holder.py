@@ -297,7 +297,9 @@ class Holder:
 
         Raises:
             PartitionError: one has.
+            UnsupportedError: what one was given as its data was written to afterwards.
         """
+        self._keeper.given.check()
         for name, tensor in self.named_parameters():
             if is_vacant(tensor):
                 raise PartitionError(

@@ -11,6 +11,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.absence import following, owned
 from smdistributed.modelparallel.torch.absence.forms import Forms
+from smdistributed.modelparallel.torch.absence.given import GivenData
 from smdistributed.modelparallel.torch.absence.notes import GRADIENT_OF, REMEDY, shortened
 from smdistributed.modelparallel.torch.absence.sharing import MemorySharers
 from smdistributed.modelparallel.torch.absence.values import Question, answer
@@ -42,6 +43,7 @@ class ModelsKeeper:
         self.run = following.run
         self._forms = Forms(runtime.fake_mode)
         self.sharing_memory = MemorySharers().of
+        self.given = GivenData()
 
     def is_here(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a parameter, a buffer or a gradient that this rank has."""
