@@ -417,6 +417,7 @@ def test_state_and_layers_as_many_scripts_have_them_are_exact(worlds: Worlds) ->
         "average assigned anew",
         "layer of two parents",
         "activation with a weight in all blocks",
+        "penalty of a router",
         "two packed recurrent layers",
     ]
     for found in run(worlds, WORLDS["pp2"], try_uses, names):

@@ -1013,6 +1013,18 @@ USES = {
         glue="x = self.left(x)",
         late="x = self.right(x)",
     ),
+    "penalty of a router": Use(
+        top="""
+            class Router(nn.Linear):
+                def forward(self, x):
+                    rows, = torch.where(x.sum(-1) > 0)
+                    out = torch.zeros_like(x).index_add(0, rows, super().forward(x[rows]))
+                    self.penalty = out.square().mean()
+                    return x + out
+        """,
+        init="self.third = Router(4, 4)",
+        loss="loss = ((out - y) ** 2).mean() + NET.third.penalty",
+    ),
     "two packed recurrent layers": Use(
         top=_RECURRENT,
         init="self.left, self.right = nn.GRU(4, 4), nn.LSTM(4, 2, bidirectional=True)",

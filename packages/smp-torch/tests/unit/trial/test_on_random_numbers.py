@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from smdistributed.modelparallel.torch.tensors.writes import writes_of
 from smdistributed.modelparallel.torch.trial.on_random_numbers import (
@@ -96,3 +96,26 @@ def test_every_rank_tries_the_same_numbers() -> None:
         assert torch.equal(torch.get_rng_state(), state)
     assert len(module.seen) == 2
     assert len(set(module.seen)) == 1
+
+
+class Keeping(nn.Linear):
+    """Decides by its input, and keeps what it computes in attributes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x[x.sum(-1) > 0])
+        self.mean, self.pair, self.given = out.mean(), (out, x.detach()), x
+        self.again = self.weight
+        return out
+
+
+def test_what_a_module_keeps_is_kept_as_fakes() -> None:
+    mode = FakeTensorMode()
+    with mode:
+        module, x = Keeping(2, 2), torch.ones(3, 2)
+    out, _ = run_on_random_numbers(nn.Module.__call__, module, (x,), {}, mode)
+    assert type(module.mean) is FakeTensor
+    assert module.mean.requires_grad
+    assert module.pair[0] is out
+    assert not module.pair[1].requires_grad
+    assert module.given is x
+    assert type(module.again) is not FakeTensor  # which is put back with the parameters

@@ -276,7 +276,11 @@ class Scene:
                 self._settle_shared(change, entry)
             elif change.owner.attribute not in OF_MODULES:
                 has_tensors = any(True for _ in fakes_in(change.now))
-                entry.hidden.append((*change.owner, change.now if has_tensors else None))
+                # What a trial on other numbers has left there comes behind what the call has.
+                if has_tensors or not any(
+                    (module, name) == tuple(change.owner) for module, name, _ in entry.hidden
+                ):
+                    entry.hidden.append((*change.owner, change.now if has_tensors else None))
                 # A list of weights, say, which a module makes anew where they are others.
                 if not self._stands_for(change.now, change.before):
                     kept = entry.stateful.setdefault(change.owner.module, set())

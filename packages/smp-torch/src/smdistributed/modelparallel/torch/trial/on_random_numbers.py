@@ -7,7 +7,7 @@ fake. Its outputs still have shapes of their own, and a run on random numbers sh
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -43,9 +43,11 @@ def run_on_random_numbers(
         mode: of the fakes.
 
     Returns:
-        its result as fakes, and the Python state that it changes for other numbers: put back.
+        its result as fakes, and the Python state that it changes for other numbers: put back. What
+        it has set attributes to stays there, as fakes: code outside may read it.
     """
     given: dict[int, torch.Tensor] = {}
+    before = [(inner, dict(vars(inner))) for inner in module.modules()]
 
     def real(fake: torch.Tensor) -> torch.Tensor:
         tensor = random_like(fake)
@@ -60,7 +62,10 @@ def run_on_random_numbers(
             made = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-            return made + _flow(made, taking_part) if tensor.requires_grad else made
+            made = made + _flow(made, taking_part) if tensor.requires_grad else made
+        given[id(tensor)] = made
+        kept.append(tensor)
+        return made
 
     taking_part = [
         each for each in (*tensors_in((args, kwargs)), *module.parameters()) if each.requires_grad
@@ -82,7 +87,18 @@ def run_on_random_numbers(
             for other in _OTHERS
             for change in _changes_for(call, module, map_tensors((args, kwargs), other))
         ]
+        own = {id(each) for each in (*module.parameters(), *module.buffers())}
+    for inner, former in before:
+        for name, value in vars(inner).items():
+            if value is not former.get(name) and _is_of_call(value, own):
+                vars(inner)[name] = map_tensors(value, fake)
     return map_tensors(result, fake), changes
+
+
+def _is_of_call(value: Any, own: Container[int]) -> bool:
+    """Whether an attribute has tensors that a call has made, as ``attribute_taps`` finds them."""
+    found = list(tensors_in(value)) if isinstance(value, torch.Tensor | tuple) else []
+    return bool(found) and not any(id(each) in own for each in found)
 
 
 def _flow(made: torch.Tensor, taking_part: Sequence[torch.Tensor]) -> torch.Tensor:
