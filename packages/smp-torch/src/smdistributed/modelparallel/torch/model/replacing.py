@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.nn.built_in import built_in
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -56,4 +57,23 @@ def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Mod
             runtime.replaced_parameters[parameter] = name
     unify_drawn(replaced, group, delayed)
     name_places(replaced)
+    if replaced is not module:
+        refuse_uses(module)
     return replaced
+
+
+def refuse_uses(module: nn.Module) -> None:
+    """Has calls and the state of a model raise whose place a distributed module has taken.
+
+    It keeps the values of then. Code outside may still have it, and would go by these.
+    """
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError(
+            f"this {type(module).__name__} is not what trains: smp.DistributedModel has put a "
+            "distributed module in its place, which tensor parallelism splits. Use the "
+            "DistributedModel, which has its methods, or what its get_module() returns."
+        )
+
+    module.register_forward_pre_hook(refuse)
+    module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
