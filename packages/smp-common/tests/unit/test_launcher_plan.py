@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_search import transformer
 
-from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import cli, measuring, plan
 from smdistributed.modelparallel.common.launcher.cli import split_arguments
 from smdistributed.modelparallel.common.search.measurement import Calibrations, Measured
@@ -125,12 +125,6 @@ def test_a_script_without_a_training_step_is_refused(
 ) -> None:
     (tmp_path / "train.py").write_text(text)
     with pytest.raises(SMPError, match=message):
-        plan.recorded([str(tmp_path / "train.py")], os.environ)
-
-
-def test_a_script_of_tensorflow_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import smdistributed.modelparallel.tensorflow as smp")
-    with pytest.raises(UnsupportedError, match="scripts of PyTorch"):
         plan.recorded([str(tmp_path / "train.py")], os.environ)
 
 

@@ -73,7 +73,7 @@ def transformer(
         weights("head", 10 * num_blocks + 20, width, 32_000),
     )
     root = UnitProfile("", 0, True, Figures(), children=children)
-    return ModelProfile("train_step", "AdamW", batch, EXAMPLES, "half", root)
+    return ModelProfile("pytorch", "train_step", "AdamW", batch, EXAMPLES, "half", root)
 
 
 def machine(num_devices: int, memory_bytes: int, *, num_hosts: int = 1) -> Machine:
@@ -197,7 +197,7 @@ def test_a_model_that_is_computed_again_keeps_less_and_takes_longer() -> None:
 def test_a_profile_is_read_as_it_was_written() -> None:
     assert ModelProfile.from_json(SMALL.to_json()) == SMALL
     with pytest.raises(ConfigError, match="received format 0: record the step again"):
-        ModelProfile.from_json(SMALL.to_json().replace('"version": 2', '"version": 0'))
+        ModelProfile.from_json(SMALL.to_json().replace('"version": 3', '"version": 0'))
 
 
 def test_links_between_hosts_are_slower() -> None:
@@ -399,3 +399,35 @@ def test_slices_hold_less_and_exchange_what_they_compute() -> None:
     [before], [after] = whole.time.passes, shared.time.passes
     assert after.forward - before.forward == pytest.approx(2 * exchange)
     assert after.backward - before.backward == pytest.approx(2 * exchange)
+
+
+def test_a_line_of_tensorflow_is_a_configuration_that_it_takes() -> None:
+    by_hand = {"auto_partition": False, "default_partition": 0, "pipeline": "simple"}
+    profile = dataclasses.replace(SMALL, framework="tensorflow", settings=by_hand, graphs=False)
+    chosen = list(configurations(profile, machine(4, 80 * GIB)))
+    assert {each.pipeline for each in chosen} == {"interleaved", "simple"}
+    assert {each.partitions for each in chosen} == {1, 2, 4}
+    for each in chosen:
+        config = load("tensorflow", {**by_hand, **each.settings(profile)}, environ={})
+        assert config.auto_partition
+        assert config.topology(4).rdp_size == each.replicas
+
+
+def test_a_plan_cuts_by_what_jobs_balance() -> None:
+    def counted_alike(unit: UnitProfile) -> UnitProfile:
+        children = tuple(map(counted_alike, unit.children))
+        # There are 19 leaves besides.
+        own = 20.0 if unit.name == "embedding" else float(not children)
+        return dataclasses.replace(unit, children=children, balanced=(own, own))
+
+    on = machine(2, 80 * GIB)
+    configuration = Configuration(2, 1, 1, 1, False, 4, "interleaved")
+    held = []
+    for profile in (SMALL, dataclasses.replace(SMALL, root=counted_alike(SMALL.root))):
+        found = Search(profile, on)._bounded(configuration, fits=True)
+        assert isinstance(found, _Bounded)
+        held.append(found.stages.holdings[0].parameter_bytes)
+    assert held[1] == next(
+        each.own.parameter_bytes for each in SMALL.root.walk() if each.name == "embedding"
+    )
+    assert held[0] > held[1]

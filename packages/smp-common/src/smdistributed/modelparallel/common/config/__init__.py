@@ -6,6 +6,7 @@ from smdistributed.modelparallel.common.config.loading import (
     Explained,
     Framework,
     load,
+    takes,
 )
 
-__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load"]
+__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load", "takes"]

@@ -39,7 +39,7 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.topology import Topology, describe_indivisible
 
-__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load"]
+__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load", "takes"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,11 @@ _PURPOSES = (
     "horovod",
     "auto",
 )
+#: Of parameters that both frameworks have, the words that TensorFlow knows.
+_WORDS_OF_TENSORFLOW = {
+    "placement_strategy": ("cluster", "spread"),
+    "pipeline": ("interleaved", "simple"),
+}
 _TITLES = {"pytorch": "PyTorch", "tensorflow": "TensorFlow"}
 
 Origin = Literal["launch", "init", "default"]
@@ -220,6 +225,20 @@ def load(
     return config
 
 
+def takes(framework: Framework, name: str, value: object = None) -> bool:
+    """Whether a framework has a parameter, and the parameter this word.
+
+    Args:
+        framework: of a job.
+        name: main name of the parameter.
+        value: a word of its; None for any.
+    """
+    if framework not in parameter(Config.model_fields[name]).frameworks:
+        return False
+    known = _WORDS_OF_TENSORFLOW.get(name) if framework == "tensorflow" else None
+    return value is None or known is None or value in known
+
+
 def _recognise(
     raw: Mapping[object, object], framework: Framework, origin: Origin, problems: list[str]
 ) -> dict[str, _Setting]:
@@ -263,12 +282,11 @@ def _check_framework(
 ) -> Iterable[str]:
     if framework != "tensorflow":
         return
-    known = {"placement_strategy": ("cluster", "spread"), "pipeline": ("interleaved", "simple")}
-    for name, words in known.items():
+    for name, known in _WORDS_OF_TENSORFLOW.items():
         value = getattr(config, name)
-        if value not in words:
+        if value not in known:
             yield (
-                f"{spelled.get(name, name)} must be one of {', '.join(words)} under TensorFlow; "
+                f"{spelled.get(name, name)} must be one of {', '.join(known)} under TensorFlow; "
                 f"got {describe(value)}."
             )
 

@@ -59,7 +59,6 @@ class Parameters(Settings):
             "devices.",
             since="-",
             source=_OURS,
-            frameworks=PYTORCH,
         ),
     ] = False
     microbatches: Annotated[

@@ -24,8 +24,7 @@ from typing import Any
 
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.config.schema import names
-from smdistributed.modelparallel.common.errors import ConfigError, SMPError, UnsupportedError
-from smdistributed.modelparallel.common.launcher.framework import guess
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher.hosts import (
     LOCAL_HOST,
     Host,
@@ -115,7 +114,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("script", metavar="SCRIPT", help="a training script of PyTorch")
+    add("script", metavar="SCRIPT", help="a training script")
     add("--devices", type=int, metavar="N", help="devices of the job, one for each process")
     add("--hosts", metavar="A:8,B:8", help="hosts, with their devices (default: this host)")
     add("--device", default="h100", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
@@ -218,14 +217,8 @@ def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile
     """Runs a script up to its first training step, and returns the profile of that.
 
     Raises:
-        UnsupportedError: it is a script of TensorFlow.
         SMPError: it does not come to such a step.
     """
-    if guess(program) == "tensorflow":
-        raise UnsupportedError(
-            f"the planner plans for scripts of PyTorch; {program[0]} is one of TensorFlow: see "
-            "the page 'Choose degrees'."
-        )
     with tempfile.TemporaryDirectory(prefix="smp-plan-") as folder:
         file = Path(folder) / "profile.json"
         command = [sys.executable, *program]
@@ -239,7 +232,7 @@ def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile
         )
     raise SMPError(
         f"the script must come to a training step; {shlex.join(program)} ended without one: call "
-        "a function under @smp.step, and model.backward in it."
+        "a function under @smp.step, and ask for gradients in it."
     )
 
 

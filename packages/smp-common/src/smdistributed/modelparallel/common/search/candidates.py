@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from smdistributed.modelparallel.common.config import takes
 from smdistributed.modelparallel.common.search.devices import Machine
 from smdistributed.modelparallel.common.search.profile import ModelProfile
 
@@ -78,7 +80,10 @@ class Configuration:
         for (name, value), default in zip(defaults.items(), usual, strict=True):
             if profile.settings.get(name, default) != value:
                 wanted[name] = value
-        if self.lanes > 1 and not profile.settings.get("ddp"):
+        if profile.settings.get("auto_partition") is False:
+            wanted["auto_partition"] = True  # the plan's partitions are not those cut by hand
+        has_ddp = takes(profile.framework, "ddp")
+        if has_ddp and self.lanes > 1 and not profile.settings.get("ddp"):
             wanted["ddp"] = True
         return wanted
 
@@ -104,8 +109,12 @@ def divisors(number: int) -> list[int]:
 def configurations(profile: ModelProfile, machine: Machine) -> Iterator[Configuration]:
     """Yields the configurations of a job on all devices of a machine, at the batch of the script.
 
-    Microbatches are equal, so their number divides the batch of a replica.
+    Microbatches are equal, so their number divides the batch of a replica. What the framework does
+    not have is left out.
     """
+    has = functools.partial(takes, profile.framework)
+    pipelines = [each for each in PIPELINES if has("pipeline", each)]
+    has_shards, shares_state = has("sharded_data_parallel_degree"), has("shard_optimizer_state")
     most = sum(1 for unit in profile.root.walk() if not unit.children)
     shared = _powers_of_two(machine.devices_per_host) if profile.is_sliced else [1]
     for partitions, slices in itertools.product(divisors(machine.num_devices), shared):
@@ -115,10 +124,10 @@ def configurations(profile: ModelProfile, machine: Machine) -> Iterator[Configur
             continue
         places = partitions, slices, replicas
         for microbatches in divisors(profile.batch // lanes):
-            for pipeline in PIPELINES if partitions > 1 and microbatches > 1 else PIPELINES[:1]:
-                for shards in divisors(replicas):
+            for pipeline in pipelines if partitions > 1 and microbatches > 1 else pipelines[:1]:
+                for shards in divisors(replicas) if has_shards else (1,):
                     yield Configuration(*places, shards, False, microbatches, pipeline)
-                if replicas > 1:
+                if replicas > 1 and shares_state:
                     yield Configuration(*places, 1, True, microbatches, pipeline)
 
 

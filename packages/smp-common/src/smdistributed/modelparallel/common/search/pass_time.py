@@ -15,15 +15,8 @@ from smdistributed.modelparallel.common.search.devices import (
     Device,
     Machine,
 )
+from smdistributed.modelparallel.common.search.hosts import HOSTS
 from smdistributed.modelparallel.common.search.profile import Computation, Figures, ModelProfile
-
-#: What the host takes for a module whose Python runs on tensors without data, of a step that is
-#: known: 0.16 ms for a layer of GPT-2 and 0.13 for one of Llama, which both have 13 modules.
-_MODULE_SECONDS = 12e-6
-#: What it takes to compare a call with one that was captured.
-_COMPARING_SECONDS = 3e-6
-#: What the executor takes for an action of a pipeline, measured on the host of an H200.
-_ACTION_SECONDS = 150e-6
 
 
 class PassTime:
@@ -41,6 +34,7 @@ class PassTime:
         self._configuration = configuration
         self._profile = profile
         self._device = machine.device
+        self._host = HOSTS[profile.framework]
         self._is_captured = _is_captured(configuration, profile, machine)
 
     def of(self, figures: Figures) -> PassCosts:
@@ -61,18 +55,17 @@ class PassTime:
         if self._configuration.partitions == 1:
             return 0.0
         modules = sum(unit.own.computation.num_modules for unit in self._profile.root.walk())
-        return self._configuration.microbatches * modules * _MODULE_SECONDS
+        return self._configuration.microbatches * modules * self._host.module_seconds
 
     def _on_host(self, work: Computation, again: Computation) -> tuple[float, float]:
         """Returns what the host takes for a forward and for a backward pass."""
-        action = _ACTION_SECONDS if self._configuration.partitions > 1 else 0.0
+        host = self._host
+        action = host.action_seconds if self._configuration.partitions > 1 else 0.0
         if self._is_captured:
-            confirming = _COMPARING_SECONDS * work.num_kernels + _MODULE_SECONDS * work.num_modules
-            return action + confirming, action
-        forward, repeated = (
-            self._device.call_seconds * (each.num_kernels + each.num_modules)
-            for each in (work, again)
-        )
+            confirming = host.comparing_seconds * work.num_kernels
+            return action + confirming + host.module_seconds * work.num_modules, action
+        call = self._device.call_seconds if host.call_seconds is None else host.call_seconds
+        forward, repeated = (call * (each.num_kernels + each.num_modules) for each in (work, again))
         return action + forward, action + 2 * forward + repeated
 
 

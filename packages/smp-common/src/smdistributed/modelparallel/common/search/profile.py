@@ -11,6 +11,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from smdistributed.modelparallel.common.config import Framework
 from smdistributed.modelparallel.common.errors import ConfigError
 
 #: What most products of the model compute in.
@@ -22,7 +23,7 @@ Graphs = bool | Literal["auto"]
 #: Names the file that a process writes the profile of its first training step to; it then ends.
 PROFILE_VARIABLE = "SMP_PROFILE"
 
-_VERSION = 2
+_VERSION = 3
 _COMPUTATIONS = ("computation", "recomputed")
 
 
@@ -148,6 +149,8 @@ class UnitProfile:
         output_bytes: what crosses a cut behind it.
         shared: keys of its own parameters that other units hold too.
         children: in order of execution.
+        balanced: computation and memory of its own, as jobs of its framework balance partitions by
+            them, where they do not count as a plan does; None where they do.
     """
 
     name: str
@@ -157,6 +160,7 @@ class UnitProfile:
     output_bytes: float = 0.0
     shared: tuple[str, ...] = ()
     children: tuple[UnitProfile, ...] = ()
+    balanced: tuple[float, float] | None = None
 
     def walk(self) -> Iterator[UnitProfile]:
         """Yields this unit and all below it."""
@@ -170,6 +174,7 @@ class ModelProfile:
     """A step of a script, recorded in one process.
 
     Attributes:
+        framework: that the script is for.
         step: name of the step function.
         optimizer: name of the class of the optimizer; "" where there was none yet.
         batch: examples of a call, in one process: of all replicas together.
@@ -186,6 +191,7 @@ class ModelProfile:
         notes: what a reader of the plan should know.
     """
 
+    framework: Framework
     step: str
     optimizer: str
     batch: int
@@ -262,8 +268,14 @@ def _again(unit: UnitProfile, chosen: Container[str]) -> UnitProfile:
 def _unit(document: dict[str, Any]) -> UnitProfile:
     own = _figures(document.pop("own"))
     children = tuple(_unit(child) for child in document.pop("children"))
-    shared = tuple(document.pop("shared"))
-    return UnitProfile(**document, own=own, shared=shared, children=children)
+    shared, balanced = tuple(document.pop("shared")), document.pop("balanced")
+    return UnitProfile(
+        **document,
+        own=own,
+        shared=shared,
+        children=children,
+        balanced=None if balanced is None else tuple(balanced),
+    )
 
 
 def _figures(document: dict[str, Any]) -> Figures:

@@ -197,10 +197,14 @@ class Cutter:
 
     def _unit(self, unit: UnitProfile, factor: float) -> Unit:
         own = unit.own.times(factor)
+        compute, memory = unit.balanced or (
+            round(counted(own.computation, self._device, self._profile.precision).both),
+            round(STATE_FACTOR * own.parameter_bytes + own.made_bytes),
+        )
         return Unit(
             unit.name,
-            compute=round(counted(own.computation, self._device, self._profile.precision).both),
-            memory=round(STATE_FACTOR * own.parameter_bytes + own.made_bytes),
+            compute=compute,
+            memory=memory,
             order=unit.order,
             shared=frozenset(unit.shared),
             children=tuple(self._unit(child, factor) for child in unit.children),

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeVar
 
 import torch
@@ -42,8 +42,11 @@ from smdistributed.modelparallel.common.config.announced import announce
 from smdistributed.modelparallel.common.errors import CommError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.launcher.planned import planned
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.search.counted_steps import CountedSteps
 from smdistributed.modelparallel.common.search.measurement import Wanted
+from smdistributed.modelparallel.common.search.recording import Planning
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.common.whereabouts import Activity, telling
 from smdistributed.modelparallel.torch.building.delayed_parameters import DelayedParameters
@@ -62,9 +65,6 @@ from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
 from smdistributed.modelparallel.torch.runtime.departures import Departures
 from smdistributed.modelparallel.torch.runtime.joining import meet
-from smdistributed.modelparallel.torch.runtime.measuring import Measuring
-from smdistributed.modelparallel.torch.runtime.planned import planned
-from smdistributed.modelparallel.torch.runtime.planning import Planning
 from smdistributed.modelparallel.torch.runtime.process_groups import (
     backends,
     new_group,
@@ -151,7 +151,7 @@ class TorchRuntime(Runtime):
     optimizers: list[weakref.ref[Optimizer]] = field(default_factory=list)
     pending_save: BackgroundSave | None = None
     planning: Planning | None = None
-    measuring: Measuring | None = None
+    measuring: CountedSteps | None = None
 
     @property
     def is_in_step(self) -> bool:
@@ -286,7 +286,7 @@ def start(
     if planning is not None:
         planning.check_alone(transport.size)
     elif settings.auto:
-        settings = planned(settings, transport)
+        settings = planned("pytorch", settings, transport, _gpu)
     settings.check_world(transport.size, "pytorch", transport.local_size)
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, timeout_seconds, TORCH_CODEC)
@@ -331,7 +331,7 @@ def start(
         manual_partitions=ManualPartitions(topology.pp_size, is_used=not settings.auto_partition),
         delayed=DelayedParameters(draw=planning is None),
         planning=planning,
-        measuring=None if wanted is None else Measuring(wanted, transport.rank, device),
+        measuring=None if wanted is None else _measuring(wanted, transport.rank, device),
     )
     if topology.pp_size > 1 and transport.size > 1:
         pipeline = topology.members(CommGroup.PP_GROUP, transport.rank)
@@ -347,6 +347,21 @@ def start(
     atexit.register(runtime.close)
     if hooks is not None:
         hooks.renew()  # init_process_group has put an exception hook in front of ours
+
+
+def _gpu(transport: Transport) -> tuple[str, int | None] | None:
+    """Returns the GPU of this process as its driver names it, and its bytes; None without one."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(transport.local_rank)
+    return properties.name, properties.total_memory
+
+
+def _measuring(wanted: Wanted, rank: int, device: torch.device) -> CountedSteps:
+    if device.type != "cuda":
+        return CountedSteps(wanted, rank, "cpu")
+    name = torch.cuda.get_device_properties(device).name
+    return CountedSteps(wanted, rank, name, partial(torch.cuda.synchronize, device))
 
 
 def _hooks(rank: int, size: int) -> FailureHooks | None:

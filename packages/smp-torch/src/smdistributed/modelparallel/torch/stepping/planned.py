@@ -9,11 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -83,7 +80,10 @@ class PlannedStep(StepOnFakes):
             UnsupportedError: the step trains several models, or none.
         """
         recorded = self.recorded(args, kwargs)
-        return self._end(recorded) if isinstance(recorded, ModelProfile) else recorded
+        if not isinstance(recorded, ModelProfile):
+            return recorded
+        assert self.runtime.planning is not None
+        return self.runtime.planning.end(recorded)
 
     def recorded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call; returns its profile, or zeros in place of its results if none trains.
@@ -147,6 +147,7 @@ class PlannedStep(StepOnFakes):
             {block for stack in stacks for block in stack},
         )
         return ModelProfile(
+            framework="pytorch",
             step=self._name,
             optimizer=", ".join(optimizers),
             batch=shape,
@@ -221,16 +222,6 @@ class PlannedStep(StepOnFakes):
 
     def let_go(self) -> None:
         """Forgets nothing: no call is remembered."""
-
-    # ------------------------------------------------------------------ the end
-
-    def _end(self, profile: ModelProfile) -> NoReturn:
-        """Writes the profile and ends the process: what follows in the script would train."""
-        assert self.runtime.planning is not None
-        Path(self.runtime.planning.file).write_text(profile.to_json(), encoding="utf-8")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 def _trains(passed: Passed) -> bool:

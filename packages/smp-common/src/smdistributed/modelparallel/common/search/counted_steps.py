@@ -8,27 +8,27 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from smdistributed.modelparallel.common.search.measurement import Wanted
 
 
-class Measuring:
+class CountedSteps:
     """Counts the calls of a step function.
 
     Args:
         wanted: what is asked of the job.
         rank: of this process.
-        device: that it computes on.
+        device: that it computes on, as its driver names it.
+        settle: waits until the device has computed what it was given.
     """
 
-    def __init__(self, wanted: Wanted, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, wanted: Wanted, rank: int, device: str, settle: Callable[[], None] = lambda: None
+    ) -> None:
         self._wanted = wanted
-        self._device = device
+        self._settle = settle
         self._calls = 0
         self._file = Path(wanted.file) if rank == 0 else None
-        is_gpu = device.type == "cuda"
-        self._write(torch.cuda.get_device_properties(device).name if is_gpu else "cpu", "w")
+        self._write(device, "w")
 
     def begins(self, step: str, close: Callable[[], None]) -> None:
         """Takes note of a call; ends the process if it is one too many.
@@ -39,8 +39,7 @@ class Measuring:
         """
         if step != self._wanted.step:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        self._settle()
         self._calls += 1
         self._write(repr(time.perf_counter()), "a")
         if self._calls == self._wanted.calls:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
 
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.common.search.profile import PROFILE_VARIABLE
+from smdistributed.modelparallel.common.search.profile import PROFILE_VARIABLE, ModelProfile
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Planning:
                 "shard_optimizer_state": False,
                 "checkpointed_blocks": 0,
                 "auto_partition": True,
+                "default_partition": 0,
+                "horovod": False,
                 "auto": False,
             }
         )
@@ -56,3 +61,10 @@ class Planning:
                 f"received {num_processes}: start the script without a launcher, or unset "
                 f"{PROFILE_VARIABLE}."
             )
+
+    def end(self, profile: ModelProfile) -> NoReturn:
+        """Writes the profile and ends the process: what follows in the script would train."""
+        Path(self.file).write_text(profile.to_json(), encoding="utf-8")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
