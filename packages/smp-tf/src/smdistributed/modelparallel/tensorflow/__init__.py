@@ -10,6 +10,7 @@ from smdistributed.modelparallel.tensorflow.api.building import (
     register_post_partition_hook,
 )
 from smdistributed.modelparallel.tensorflow.api.checkpoints import CheckpointManager
+from smdistributed.modelparallel.tensorflow.api.planning import plan
 from smdistributed.modelparallel.tensorflow.api.start import facade, init
 from smdistributed.modelparallel.tensorflow.api.training import (
     allreduce,
@@ -92,6 +93,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "partition",
+    "plan",
     "pp_barrier",
     "pp_rank",
     "pp_size",

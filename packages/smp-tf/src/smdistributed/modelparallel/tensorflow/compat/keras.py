@@ -226,6 +226,12 @@ def _is_keras(kind: type) -> bool:
     return kind is object or _root(kind) in (_root(tf.keras.Model), "tensorflow", "keras")
 
 
+def is_of_keras(callback: Any) -> bool:
+    """Tells whether Keras has a part in what a callback does, its base class left out."""
+    plain = (tf.keras.callbacks.Callback, object)
+    return any(_is_keras(kind) for kind in type(callback).__mro__ if kind not in plain)
+
+
 @contextlib.contextmanager
 def compiled_like(model: Any, other: Any, optimizer: Any) -> Iterator[None]:
     """Within, a model is written as if it had been compiled like another one.

@@ -17,8 +17,8 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.tensorflow.compat import executors, graphs
 from smdistributed.modelparallel.tensorflow.execute.random import RandomOperations
-from smdistributed.modelparallel.tensorflow.planning.placement import is_constant
 from smdistributed.modelparallel.tensorflow.planning.segments import Pass, Plan
+from smdistributed.modelparallel.tensorflow.record.sizes import is_constant
 from smdistributed.modelparallel.tensorflow.record.tracing import (
     FOLLOWS,
     LAYER,

@@ -62,6 +62,14 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
             UnsupportedError: a callback writes a whole model, or a training, in a way that is
                 not known of several processes.
         """
+        if self._smp_engine.runtime.planning is not None:
+            # Those of Keras write files before the first batch; no step computes otherwise for it.
+            own = [
+                each
+                for each in tf.nest.flatten(kwargs.pop("callbacks", None))
+                if isinstance(each, tf.keras.callbacks.Callback) and not keras.is_of_keras(each)
+            ]
+            return super().fit(*args, **{**kwargs, "callbacks": own, "verbose": 0})
         for callback in tf.nest.flatten(kwargs.get("callbacks")):
             if isinstance(callback, tf.keras.callbacks.BackupAndRestore):
                 self._smp_back_up(callback)
@@ -181,6 +189,11 @@ class KerasTraining(tf.keras.Model):  # type: ignore[misc]
         for place, mask in masks.items():
             keras.set_mask(flat[place], mask)
         return self.compute_metrics(x, y, results, sample_weight)
+
+
+for _kind in ("train", "test", "predict"):
+    # What plans and errors call these step functions.
+    getattr(KerasTraining, f"_smp_{_kind}_body").__name__ = f"{_kind}_step"
 
 
 def _masks(outputs: Any) -> dict[int, Any]:

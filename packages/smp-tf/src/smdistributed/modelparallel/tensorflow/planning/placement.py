@@ -10,10 +10,8 @@ Source: model-parallel-core-features.md, Automated Model Splitting with TensorFl
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,11 +25,14 @@ from smdistributed.modelparallel.common.planning.partitioner import (
     partition,
 )
 from smdistributed.modelparallel.tensorflow.compat import graphs
-from smdistributed.modelparallel.tensorflow.compat.variables import variable_bytes
-from smdistributed.modelparallel.tensorflow.record.tracing import FOLLOWS, LAYER, PARTITION, Trace
-
-#: Balance of variables against operations, see ``_cost_tree``.
-_MEMORY_WEIGHTS = {"memory": 0.95, "speed": 0.5}
+from smdistributed.modelparallel.tensorflow.planning.layers import (
+    MEMORY_WEIGHTS,
+    Layers,
+    handles_of_gradient,
+    path_of,
+    placeable,
+)
+from smdistributed.modelparallel.tensorflow.record.tracing import FOLLOWS, PARTITION, Trace
 
 
 @dataclass
@@ -66,20 +67,20 @@ def place(
         default_partition: of what no ``smp.partition`` encloses.
         optimize: what the partitioner balances.
     """
-    ops = [op for op in trace.operations if op in trace.forward and not is_constant(op)]
-    memory_weight = _MEMORY_WEIGHTS[optimize]
+    ops = placeable(trace)
+    memory_weight = MEMORY_WEIGHTS[optimize]
     if not is_automatic:
         wanted = functools.partial(_as_asked, default_partition, trace.added)
     elif num_partitions == 1:
         wanted = functools.partial(_as_asked, 0, trace.added)
     else:
         if placement.assignment is None:
-            tree = _cost_tree(trace, ops, optimize)
+            tree = Layers.of(trace, ops).tree(optimize)
             placement.assignment = partition(tree, num_partitions, memory_weight)
         wanted = functools.partial(_by_layer, placement.assignment)
     placed = _Placing(trace, ops, placement.homes, wanted, default_partition).run()
     if placement.assignment is None:
-        units = _units(_cost_tree(trace, ops, optimize), placed)
+        units = _units(Layers.of(trace, ops).tree(optimize), placed)
         placement.assignment = Assignment(tuple(units), num_partitions, memory_weight)
     return placed
 
@@ -89,7 +90,7 @@ def _units(tree: Unit, placed: Mapping[Any, int]) -> Iterator[PlacedUnit]:
     partitions: dict[str, Counter[int]] = defaultdict(Counter)
     own: dict[str, Counter[int]] = defaultdict(Counter)
     for op, index in placed.items():
-        names = ["", *_path(op)]
+        names = ["", *path_of(op)]
         own[names[-1]][index] += 1
         for name in names:
             partitions[name][index] += 1
@@ -115,19 +116,6 @@ def _subtree(unit: Unit) -> Iterator[Unit]:
         yield from _subtree(child)
 
 
-def is_constant(op: Any) -> bool:
-    """Tells whether every process may have its own copy of an operation: constants."""
-    return op.type == "Const" and not op.control_inputs
-
-
-def num_bytes(tensor: Any) -> int:
-    """Returns the size of a tensor; dimensions that are not known count as 1."""
-    if tensor.shape.rank is None or tensor.dtype in (tf.resource, tf.variant, tf.string):
-        return 0
-    size = int(tensor.dtype.size)
-    return size * math.prod(1 if length is None else int(length) for length in tensor.shape)
-
-
 def _as_asked(default: int, added: Set[Any], op: Any) -> int | None:
     """Returns what ``smp.partition`` said of an operation; None for one that the user did not make.
 
@@ -144,90 +132,13 @@ def _by_layer(assignment: Assignment, op: Any) -> int | None:
 
     Between layers, what touches a variable goes with the layer that has it; the rest follows.
     """
-    path = ["", *_path(op)]
+    path = ["", *path_of(op)]
     for name in path:
         if name in assignment.units:
             return assignment.units[name]
     if any(tensor.dtype == tf.resource for tensor in op.inputs):
         return assignment.containers.get(path[-1])
     return None
-
-
-def _path(op: Any) -> list[str]:
-    """Returns the layers in whose call an operation was made, the outermost first."""
-    path: str | None = graphs.attribute(op, LAYER)
-    return path.split("/") if path else []
-
-
-def _cost_tree(trace: Trace, ops: list[Any], optimize: str) -> Unit:
-    """Returns the layers as the partitioner takes them.
-
-    ``memory`` balances the bytes of variables, ``speed`` operations and numbers of variables.
-    """
-    children: dict[str, dict[str, None]] = defaultdict(dict)
-    counts: dict[str, int] = defaultdict(int)
-    orders: dict[str, int] = {}
-    holders: dict[str, dict[str, None]] = defaultdict(dict)  # by placeholder of a handle
-    made_in: dict[Any, str] = {}
-    leaving: dict[str, dict[str, int]] = defaultdict(dict)
-    parents: dict[str, str] = {}
-    ties: dict[str, list[str]] = {}  # handles that a custom gradient is about
-    for order, op in enumerate(ops):
-        names = ["", *_path(op)]
-        for parent, child in itertools.pairwise(names):
-            # A layer that is called in two places belongs where it was called first.
-            if parents.setdefault(child, parent) == parent:
-                children[parent][child] = None
-        for name in names:
-            orders.setdefault(name, order)
-        own = names[-1]
-        counts[own] += 1
-        made_in[op] = own
-        ties[op.name] = [handle.name for handle in _handles_of_gradient(op)]
-        for tensor in op.inputs:
-            if tensor.name in trace.variable_names:
-                holders[tensor.name][own] = None
-            maker = made_in.get(tensor.op)
-            if maker is not None and maker != own:
-                leaving[maker][tensor.name] = num_bytes(tensor)
-    memory: dict[str, float] = defaultdict(float)
-    shared: dict[str, set[str]] = defaultdict(set)
-    for handle, readers in holders.items():
-        # What reads a layer's variable from outside (a penalty, say) does not tie the layer to it.
-        layers = _innermost(readers, parents)
-        size = variable_bytes(trace.captured[handle]) if optimize == "memory" else 1
-        memory[next(iter(layers))] += size
-        if len(layers) > 1:
-            for name in layers:
-                shared[name].add(handle)
-    for tie, handles in ties.items():
-        for handle in handles:
-            for name in _innermost(holders[handle], parents):
-                shared[name].add(tie)
-
-    def unit(name: str) -> Unit:
-        return Unit(
-            name,
-            compute=counts[name],
-            memory=memory[name],
-            order=orders.get(name, 0),
-            shared=frozenset(shared[name]),
-            children=tuple(unit(child) for child in children[name]),
-            output_bytes=sum(leaving[name].values()),
-        )
-
-    return unit("")
-
-
-def _innermost(names: Iterable[str], parents: Mapping[str, str]) -> list[str]:
-    """Returns those layers that contain none of the others."""
-    names = list(names)
-    outer: set[str] = set()
-    for name in names:
-        while name:
-            name = parents[name]
-            outer.add(name)
-    return [name for name in names if name not in outer]
 
 
 class _Placing:
@@ -337,19 +248,12 @@ class _Resources:
         return self.group(names[0]) if names else None
 
     def _names(self, op: Any) -> list[str]:
-        tensors = [*op.inputs, *op.outputs, *_handles_of_gradient(op)]
+        tensors = [*op.inputs, *op.outputs, *handles_of_gradient(op)]
         return [
             str(self._variables.get(tensor.name, tensor.name))
             for tensor in tensors
             if tensor.dtype in (tf.resource, tf.variant)
         ]
-
-
-def _handles_of_gradient(op: Any) -> list[Any]:
-    """Returns the handles of the variables of a custom gradient, which is computed in one place."""
-    if not graphs.has_custom_gradient(op):
-        return []
-    return [tensor.op.inputs[0] for tensor in op.inputs if tensor.op.type == "ReadVariableOp"]
 
 
 def check_index(index: int, num_partitions: int) -> None:

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.common.planning.schedule import (
     SegmentGraph,
 )
 from smdistributed.modelparallel.tensorflow.compat import graphs, resources
-from smdistributed.modelparallel.tensorflow.planning.placement import is_constant, num_bytes
+from smdistributed.modelparallel.tensorflow.record.sizes import is_constant, num_bytes
 from smdistributed.modelparallel.tensorflow.record.tracing import Trace, tensors_in
 
 #: A pass of a segment.

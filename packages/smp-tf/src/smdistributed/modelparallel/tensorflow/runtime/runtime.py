@@ -34,8 +34,12 @@ from smdistributed.modelparallel.common.config.announced import announce
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.failure import FailureHooks, explaining
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.common.launcher.planned import planned
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import Runtime, RuntimeSlot
+from smdistributed.modelparallel.common.search.counted_steps import CountedSteps
+from smdistributed.modelparallel.common.search.measurement import Wanted
+from smdistributed.modelparallel.common.search.recording import Planning
 from smdistributed.modelparallel.common.whereabouts import telling
 from smdistributed.modelparallel.tensorflow.compat import autograph, processes
 from smdistributed.modelparallel.tensorflow.compat.gradients import requests_noted
@@ -78,6 +82,8 @@ class TFRuntime(Runtime):
         timeline: plan of the step whose graph was made last.
         is_partitioned: whether some model is.
         post_partition_hooks: to be run after partitioning.
+        planning: what is asked of a process that stands for a job; None where the job runs.
+        measuring: counts the steps of a job that is measured; None where it is not.
     """
 
     links: Links
@@ -95,6 +101,8 @@ class TFRuntime(Runtime):
     timeline: Timeline | None = None
     is_partitioned: bool = False
     post_partition_hooks: list[Callable[[], Any]] = field(default_factory=list)
+    planning: Planning | None = None
+    measuring: CountedSteps | None = None
 
     @property
     def pipeline_ranks(self) -> list[int]:
@@ -139,6 +147,9 @@ def start(
         warnings.warn("smp.init was called again; the second call has no effect.", stacklevel=3)
         return
     settings = configuration.load("tensorflow", config)
+    planning = Planning.asked(settings)
+    if planning is not None:
+        settings = planning.config_alone
     transport: Transport = MPITransport() if started_by_mpi() else SingleProcessTransport()
     replacements = ExitStack()
     calls: deque[Any] = deque(maxlen=_SURVIVING_CALLS)
@@ -151,6 +162,10 @@ def start(
         )
         _come_first()
     announce(settings, transport.rank)
+    if planning is not None:
+        planning.check_alone(transport.size)
+    elif settings.auto:
+        settings = planned("tensorflow", settings, transport, _gpu)
     settings.check_world(transport.size, "tensorflow")
     topology = settings.topology(transport.size)
     communicator = Communicator(transport, topology, settings.communication_timeout)
@@ -210,11 +225,30 @@ def start(
         has_one_core=has_one_core,
         calls=calls,
         replacements=replacements,
+        planning=planning,
+        measuring=_measuring(transport),
     )
     slot.fill(runtime)
     atexit.register(runtime.close)
     if hooks is not None:
         hooks.renew()
+
+
+def _gpu(transport: Transport) -> tuple[str, int | None] | None:
+    """Returns the GPU of this process as its driver names it; None without one."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return None
+    own = gpus[transport.local_rank % len(gpus)]
+    return str(tf.config.experimental.get_device_details(own).get("device_name", "")), None
+
+
+def _measuring(transport: Transport) -> CountedSteps | None:
+    wanted = Wanted.asked()
+    if wanted is None:
+        return None
+    gpu = _gpu(transport)
+    return CountedSteps(wanted, transport.rank, "cpu" if gpu is None else gpu[0])
 
 
 def _bind_device(transport: Transport) -> list[Any]:

@@ -16,17 +16,22 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import (
     SplitRules,
     check_function,
     signature_of,
+    tensors_to_cut,
 )
 from smdistributed.modelparallel.common.planning.simulator import Timeline
 from smdistributed.modelparallel.common.runtime import RuntimeSlot
+from smdistributed.modelparallel.common.search.counted_steps import CountedSteps
+from smdistributed.modelparallel.common.search.profile import ModelProfile
+from smdistributed.modelparallel.common.search.recording import Planning
 from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.compat.gradients import starting_from
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.execute.order import impose_order
 from smdistributed.modelparallel.tensorflow.execute.random import give_seeds
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
@@ -40,7 +45,8 @@ from smdistributed.modelparallel.tensorflow.record.structure import (
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 from smdistributed.modelparallel.tensorflow.stepping.alike import alike
 from smdistributed.modelparallel.tensorflow.stepping.body import Body
-from smdistributed.modelparallel.tensorflow.stepping.inputs import checks_of, split
+from smdistributed.modelparallel.tensorflow.stepping.inputs import TENSORS, checks_of, split
+from smdistributed.modelparallel.tensorflow.stepping.planned import profile_of
 from smdistributed.modelparallel.tensorflow.stepping.progress import Progress
 from smdistributed.modelparallel.tensorflow.stepping.results import (
     joined,
@@ -78,6 +84,16 @@ class StepInProgress:
     losses: list[Any] = field(default_factory=list)
     programs: dict[Hashable, Any] = field(default_factory=dict)
     begin: int = 0
+
+    @property
+    def trains(self) -> bool:
+        """Whether the body has asked for gradients."""
+        return any(call.requests for calls in self.calls for call in calls)
+
+    @property
+    def models(self) -> list[Any]:
+        """What the body calls."""
+        return list(dict.fromkeys(engine for engine, *_ in self.programs))
 
     def random_key(self) -> Any:
         """Returns a key that is another one for each call of the model, int64 of shape [2].
@@ -215,8 +231,70 @@ class StepFunction:
             options["input_signature"] = tf.nest.flatten(options["input_signature"])
         return options
 
-    def _build(self, runtime: TFRuntime, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Adds the step to the present graph."""
+    def profile(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelProfile | None:
+        """Makes the graph of a call, which never runs, and returns what the call costs. Local.
+
+        Returns:
+            None if it asks for no gradients.
+
+        Raises:
+            ConfigError: the process is not alone.
+            UnsupportedError: it trains several models.
+        """
+        runtime = self._slot.get()
+        if runtime.topology.size > 1:
+            raise ConfigError(
+                f"one process plans for a job; received {runtime.topology.size}: start the script "
+                "without a launcher."
+            )
+        structure = Structure((args, kwargs), _is_array)
+        arrays = [leaf for leaf in leaves_of((args, kwargs)) if _is_array(leaf)]
+        found: list[ModelProfile] = []
+
+        def run(*tensors: Any) -> None:
+            args, kwargs = structure.filled(tensors)
+            cut = list(tensors_to_cut(TENSORS, self._rules, args, kwargs).values())
+            batch = cut[0][0].shape[cut[0][1]] if cut else runtime.config.microbatches
+
+            def look(step: StepInProgress, body: Body, share: float) -> None:
+                if step.trains:
+                    own = self._name, step.calls[0], step.models, body.operations
+                    found.append(profile_of(runtime, *own, int(batch), share))
+
+            self._build(runtime, args, kwargs, look)
+
+        specs = [tf.TensorSpec(each.shape, each.dtype) for each in arrays]
+        apart(lambda: tf.function(run, autograph=False).get_concrete_function(*specs))
+        return found[0] if found else None
+
+    def _end(self, planning: Planning, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Ends a process that plans: now, or in the step where that alone knows the sizes."""
+        arrays = [leaf for leaf in leaves_of((args, kwargs)) if _is_array(leaf)]
+
+        def end(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+            profile = self.profile(args, kwargs)
+            assert profile is not None
+            planning.end(profile)
+
+        if all(each.shape.is_fully_defined() for each in arrays if tf.is_tensor(each)):
+            end(args, kwargs)
+        structure = Structure((args, kwargs), _is_array)
+        tf.py_function(lambda *given: end(*structure.filled(given)), arrays, [])
+
+    def _build(
+        self,
+        runtime: TFRuntime,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        look: Callable[[StepInProgress, Body, Any], None] | None = None,
+    ) -> Any:
+        """Adds the step to the present graph.
+
+        Args:
+            runtime: of this process.
+            args, kwargs: of the call.
+            look: is given the step when it is made, and the share of its first microbatch.
+        """
         cut, weights = split(self._rules, runtime.config.microbatches, args, kwargs)
         results = []
         progress = Progress(f"building the graph of step {self._name}", runtime.rank == 0)
@@ -227,6 +305,8 @@ class StepFunction:
                 *checks_of(cut, weights),
                 *alike(runtime, self._name, self._rules, args, kwargs),
             ]
+            if runtime.measuring is not None:
+                checks.append(self._noticed(runtime, runtime.measuring))
             begin = len(graph.get_operations())
             number = runtime.step_number.assign_add(1)
             note_places(graph, [])
@@ -241,13 +321,30 @@ class StepFunction:
                     with tf.name_scope(f"microbatch_{microbatch}"), starting_from(start):
                         results.append(self._body(*some, **named))
                 progress.stage = "the order of its passes"
-                self._finish(runtime, step, checks)
+                body = self._finish(runtime, step, checks)
             finally:
                 runtime.current_step = None
+        if look is not None:
+            look(step, body, weights[0])
+        elif runtime.planning is not None and step.trains:
+            self._end(runtime.planning, args, kwargs)
         return joined(results, weights)
 
-    def _finish(self, runtime: TFRuntime, step: StepInProgress, checks: Sequence[Any]) -> None:
-        """Puts the passes of all microbatches in order, and what waits for others after checks."""
+    def _noticed(self, runtime: TFRuntime, measuring: CountedSteps) -> Any:
+        """Returns a tensor that is there when it is noted that the step begins."""
+
+        def note() -> Any:
+            measuring.begins(self._name, runtime.close)
+            return np.int64(0)
+
+        return tf.numpy_function(note, [], tf.int64)
+
+    def _finish(self, runtime: TFRuntime, step: StepInProgress, checks: Sequence[Any]) -> Body:
+        """Puts the passes of all microbatches in order, and what waits for others after checks.
+
+        Returns:
+            what the body made itself.
+        """
         if not any(step.calls):
             raise SMPError(
                 f"step function {self._name} did not call a DistributedModel; its results must "
@@ -269,6 +366,7 @@ class StepFunction:
                 runtime.links,
                 is_serial=any(meet),
             )
+        return body
 
 
 def step(

@@ -62,6 +62,9 @@ class _Tensors:
         return isinstance(value, states)
 
 
+TENSORS = _Tensors()
+
+
 class _UnknownBatch(_Tensors):
     """Tensors of a batch whose size is known in the step only.
 
@@ -119,7 +122,7 @@ def split(
     """
     leaves = tf.nest.flatten((args, kwargs))
     if not any(tf.is_tensor(leaf) and _is_unknown(leaf) for leaf in leaves):
-        cut = split_arguments(_Tensors(), rules, microbatches, args, kwargs)
+        cut = split_arguments(TENSORS, rules, microbatches, args, kwargs)
         return cut, cut.weights
     tensors = _UnknownBatch(microbatches)
     cut = split_arguments(tensors, rules, microbatches, args, kwargs)
