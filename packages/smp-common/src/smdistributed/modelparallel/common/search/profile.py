@@ -77,6 +77,8 @@ class Figures:
         sliced_elements: of the numbers that train, those that ranks of a tensor-parallel group
             share out.
         exchanged_bytes: what a forward pass gathers from such ranks, and sums over them, of one.
+        update_bytes: what the optimizer's update reads and writes, where that was counted.
+        update_made_bytes: of the tensors that are there besides in an update.
     """
 
     computation: Computation = Computation()
@@ -91,6 +93,8 @@ class Figures:
     again_bytes: float = 0.0
     sliced_elements: float = 0.0
     exchanged_bytes: float = 0.0
+    update_bytes: float = 0.0
+    update_made_bytes: float = 0.0
 
     def __add__(self, other: Figures) -> Figures:
         names = [each.name for each in dataclasses.fields(self)]
@@ -186,6 +190,8 @@ class ModelProfile:
         memory_weight: of the partition.
         most_gathered: elements of sharded parameters that are whole at a time.
         has_buckets: whether replicas keep gradients in buckets besides.
+        adds_gradients: whether the gradients of a microbatch are there beside the sum of those
+            before, to which they are added.
         graphs: whether the step function asks for CUDA graphs.
         stacks: the names of the units that are blocks, for each stack of them.
         notes: what a reader of the plan should know.
@@ -203,6 +209,7 @@ class ModelProfile:
     memory_weight: float = 0.8
     most_gathered: int = 1_000_000_000
     has_buckets: bool = True
+    adds_gradients: bool = False
     graphs: Graphs = "auto"
     stacks: tuple[tuple[str, ...], ...] = ()
     notes: tuple[str, ...] = ()

@@ -68,7 +68,8 @@ def memory_of(
     """
     own, shards = stages.holdings[rank], configuration.shards
     parameters, gradients, optimizer = own.parameter_bytes, own.gradient_bytes, own.optimizer_bytes
-    if configuration.replicas > 1 and profile.has_buckets:
+    has_buckets = configuration.replicas > 1 and profile.has_buckets
+    if has_buckets or (profile.adds_gradients and configuration.microbatches > 1):
         gradients *= 2
     if shards > 1:
         cut = own.share_in_shards
@@ -81,9 +82,9 @@ def memory_of(
     elif configuration.shards_optimizer:
         optimizer /= configuration.replicas
     transfers = 2 * stages.crossing_bytes(rank)
-    found = RankMemory(
-        parameters, gradients, optimizer, held + stages.working_bytes[rank], transfers
-    )
+    # Of activations nothing is left when the update begins.
+    activations = max(held + stages.working_bytes[rank], own.update_made_bytes)
+    found = RankMemory(parameters, gradients, optimizer, activations, transfers)
     reserve = device.context_bytes + device.slack * found.total
     return dataclasses.replace(found, reserve=reserve)
 

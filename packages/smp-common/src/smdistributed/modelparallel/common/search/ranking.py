@@ -171,6 +171,12 @@ class Search:
                 num_fitting -= 1
         return Ranking(_ranked(best), _least(refused), num_configurations, num_fitting)
 
+    def estimate(self, configuration: Configuration) -> Estimate:
+        """Returns what a configuration is estimated to do, whether it fits or not."""
+        found = self._bounded(configuration, fits=True)
+        assert isinstance(found, _Bounded)
+        return self._estimate(found)
+
     def timeline(self, configuration: Configuration) -> Timeline:
         """Returns the simulated passes of a step."""
         found = self._bounded(configuration, fits=True)

@@ -14,6 +14,7 @@ from smdistributed.modelparallel.common.search.devices import (
     REACHED_OF_MEMORY,
     Machine,
 )
+from smdistributed.modelparallel.common.search.hosts import HOSTS
 from smdistributed.modelparallel.common.search.pass_time import PassTime
 from smdistributed.modelparallel.common.search.profile import ModelProfile
 from smdistributed.modelparallel.common.search.rank_memory import SINGLE_BYTES
@@ -49,12 +50,19 @@ class StepTime:
         self._profile = profile
         self._machine = machine
         # Slices and pipelines have neighbouring ranks, replicas are a pipeline apart.
-        self._apart = machine.rate(machine.num_devices)
-        self._beside = machine.rate(configuration.slices)
+        self._apart = self._rate(machine.num_devices)
+        self._beside = self._rate(configuration.slices)
         self._pass_time = PassTime(configuration, profile, machine)
         self.passes = [self._passes(piece) for piece in stages.pieces]
-        rate = machine.rate(configuration.partitions * configuration.slices)
+        rate = self._rate(configuration.partitions * configuration.slices)
         self.transfers = CostModel(machine.device.latency_seconds, 1 / rate)
+
+    def _rate(self, num_neighbours: int) -> float:
+        """Returns the bytes a second between so many ranks that follow each other."""
+        rate = self._machine.rate(num_neighbours)
+        if self._machine.device.is_gpu:
+            return rate
+        return min(rate, HOSTS[self._profile.framework].carried_rate)
 
     def _passes(self, piece: Piece) -> PassCosts:
         costs = self._with_slices(self._pass_time.of(piece.figures), piece)
@@ -148,6 +156,10 @@ class StepTime:
             cut = own.share_in_shards
             owners = 1 / (1 - cut + cut / configuration.shards)
         touched = 2 * (own.optimizer_bytes + own.gradient_bytes) + own.gradient_bytes
+        touched = own.update_bytes or touched
+        if self._profile.adds_gradients and configuration.microbatches > 1:
+            # Each sum reads two and writes one, and the mean reads one and writes one.
+            touched += (3 * configuration.microbatches - 1) * own.gradient_bytes
         update = touched / owners / (REACHED_OF_MEMORY * self._machine.device.memory_rate)
         if configuration.shards_optimizer:  # owners give the others what they have updated
             update += self._exchange(own.gradient_bytes, configuration.replicas)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.planning.partitioner import Unit
 from smdistributed.modelparallel.common.search.profile import Computation, Figures, UnitProfile
+from smdistributed.modelparallel.tensorflow.planning.kept_state import Kept
 from smdistributed.modelparallel.tensorflow.planning.layers import Layers, path_of, placeable
 from smdistributed.modelparallel.tensorflow.record.sizes import is_constant, num_bytes, num_elements
 from smdistributed.modelparallel.tensorflow.record.tracing import Trace
@@ -22,8 +23,8 @@ from smdistributed.modelparallel.tensorflow.record.work import (
     work_of,
 )
 
-#: Of a variable that trains, the bytes that its optimizer keeps.
-KeptBytes = Callable[[Any], float]
+#: Of a variable that trains, what its optimizer costs.
+KeptFor = Callable[[Any], Kept]
 
 #: Forward passes that both passes take together, of what was counted in both.
 _BOTH_PASSES = 3.5
@@ -69,7 +70,7 @@ class CallFigures:
 
 
 def unit_profile(
-    calls: Sequence[tuple[Trace, CallFigures]], optimize: str, kept_by_optimizer: KeptBytes
+    calls: Sequence[tuple[Trace, CallFigures]], optimize: str, kept_by_optimizer: KeptFor
 ) -> UnitProfile:
     """Returns the profile of a model.
 
@@ -77,7 +78,7 @@ def unit_profile(
         calls: of it in one microbatch; the first says which layers there are, and what the later
             ones compute in these counts besides.
         optimize: what jobs balance partitions by.
-        kept_by_optimizer: bytes by variable.
+        kept_by_optimizer: by variable.
     """
     trace, first = calls[0]
     trained = {id(each) for each in trace.variables}
@@ -87,6 +88,7 @@ def unit_profile(
         handles = first.layers.handles.get(name, ())
         ids = [trace.variable_names[handle] for handle in handles]
         own = [variables[key] for key in ids if key in trained]
+        kept = list(map(kept_by_optimizer, own))
         of_calls = [each for _, each in calls]
         return Figures(
             computation=computation(
@@ -96,7 +98,9 @@ def unit_profile(
             gradient_bytes=float(sum(map(num_bytes, own))),
             trained_elements=float(sum(map(num_elements, own))),
             small_elements=float(sum(map(num_elements, own))),
-            optimizer_bytes=sum(map(kept_by_optimizer, own)),
+            optimizer_bytes=sum(each.num_bytes for each in kept),
+            update_bytes=sum(each.moved_bytes for each in kept),
+            update_made_bytes=sum(each.made_bytes for each in kept),
             made_bytes=sum(each.made.get(name, 0.0) for each in of_calls),
             kept_bytes=sum(each.kept.get(name, 0.0) for each in of_calls),
         )

@@ -68,6 +68,8 @@ _READS_A_PART = frozenset(
 )
 #: The shapes of tensors, and what is computed of them: smaller than any batch.
 _LARGEST_OF_SHAPES = 64
+#: What changes a variable, and how often the bytes of a value are read or written for that.
+_ASSIGNS = {"AssignVariableOp": 2, "AssignAddVariableOp": 3, "AssignSubVariableOp": 3}
 _HALVES = (tf.float16, tf.bfloat16)
 _LOOPS = ("While", "StatelessWhile")
 #: What gives the value of a variable in another type or form.
@@ -87,6 +89,8 @@ def work_of(graph: Any, op: Any, of_variables: Collection[Any] = ()) -> Work:
     called = functions.called(op.node_def)
     if called:
         return _of_functions(graph, op, called)
+    if op.type in _ASSIGNS:
+        return Work(moved_bytes=float(_ASSIGNS[op.type] * num_bytes(op.inputs[1])), kernels=1.0)
     if op.type in VIEWS or not op.outputs:
         return Work()
     if op.type in _PRODUCTS:

@@ -11,8 +11,12 @@ import tensorflow as tf
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.search.profile import ModelProfile, Precision
-from smdistributed.modelparallel.tensorflow.compat.kept_state import bytes_for, live_optimizers
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
+from smdistributed.modelparallel.tensorflow.planning.kept_state import (
+    Kept,
+    kept_for,
+    live_optimizers,
+)
 from smdistributed.modelparallel.tensorflow.planning.layers import MEMORY_WEIGHTS
 from smdistributed.modelparallel.tensorflow.planning.unit_profile import (
     CallFigures,
@@ -77,7 +81,7 @@ def profile_of(
         beside=beside,
         settings=config.given(),
         memory_weight=MEMORY_WEIGHTS[config.optimize],
-        has_buckets=False,
+        adds_gradients=True,
         graphs=False,
         notes=tuple(optimizers.notes),
     )
@@ -106,15 +110,16 @@ class Optimizers:
                 "of several optimizers the one that keeps most is taken for each variable"
             )
 
-    def kept_for(self, variable: Any) -> float:
-        """Returns the bytes that are kept for a variable that trains."""
+    def kept_for(self, variable: Any) -> Kept:
+        """Returns what the optimizer costs for a variable that trains."""
         form = tuple(variable.shape), variable.dtype.name
-        return max((self._kept(place, *form) for place in range(len(self._live))), default=0.0)
+        found = [self._kept(place, *form) for place in range(len(self._live))]
+        return max(found, key=lambda each: each.num_bytes, default=Kept())
 
-    def _tried(self, place: int, shape: tuple[int, ...], dtype: str) -> float:
+    def _tried(self, place: int, shape: tuple[int, ...], dtype: str) -> Kept:
         optimizer = self._live[place]
         try:
-            return bytes_for(optimizer, shape, dtype)
+            return kept_for(optimizer, shape, dtype)
         except Exception as error:
             logger.debug("%r is not tried", optimizer, exc_info=True)
             note = (
@@ -123,7 +128,7 @@ class Optimizers:
             )
             if note not in self.notes:
                 self.notes.append(note)
-            return float(_USUAL_BYTES * tf.TensorShape(shape).num_elements())
+            return Kept(float(_USUAL_BYTES * tf.TensorShape(shape).num_elements()))
 
 
 def _precision(work: Work) -> Precision:
