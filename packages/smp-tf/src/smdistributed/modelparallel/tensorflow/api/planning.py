@@ -64,7 +64,7 @@ def plan(
     profile = step.profile(args, kwargs)
     if profile is None:
         raise ConfigError(
-            f"a plan is for a step that trains; {step.__name__} asks for no gradients: have a "
+            f"a plan is for a step that trains; {step.name} asks for no gradients: have a "
             "tf.GradientTape in it."
         )
     return Plan(profile, machine, lines)

@@ -128,6 +128,7 @@ class Engine:
         # Python's state may be another one at each call of the body, and in each graph that is
         # made, as it may for TensorFlow; microbatches are the same call again.
         key = (self, len(step.calls[-1]), asked.key, wanted)
+        step.models.add(self)
         if key not in step.programs:
             with tf.init_scope():
                 run = functools.partial(self.run_on, asked)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from smdistributed.modelparallel.common.planning.partitioner import Unit
-from smdistributed.modelparallel.tensorflow.compat import graphs
+from smdistributed.modelparallel.tensorflow.compat import functions, graphs
 from smdistributed.modelparallel.tensorflow.compat.variables import variable_bytes
 from smdistributed.modelparallel.tensorflow.record.sizes import is_constant, num_bytes
 from smdistributed.modelparallel.tensorflow.record.tracing import LAYER, Trace
@@ -48,6 +48,7 @@ class Layers:
         handles: of the variables of each layer; one that several read is of the first.
         shared: of each layer, what others have as well, so that they go together.
         output_bytes: of what other layers read.
+        whole: layers that are on one partition.
     """
 
     children: Mapping[str, Sequence[str]]
@@ -57,6 +58,7 @@ class Layers:
     handles: Mapping[str, list[str]]
     shared: Mapping[str, set[str]]
     output_bytes: Mapping[str, int]
+    whole: Set[str]
 
     @classmethod
     def of(cls, trace: Trace, ops: Iterable[Any]) -> Layers:
@@ -74,6 +76,7 @@ class Layers:
         leaving: dict[str, dict[str, int]] = defaultdict(dict)
         parents: dict[str, str] = {}
         ties: dict[str, list[str]] = {}  # handles that a custom gradient is about
+        takers: dict[str, set[str]] = defaultdict(set)  # handles that loops of a layer take
         for order, op in enumerate(ops):
             names = ["", *path_of(op)]
             for parent, child in itertools.pairwise(names):
@@ -86,6 +89,8 @@ class Layers:
             operations[own].append(op)
             made_in[op] = own
             ties[op.name] = [handle.name for handle in handles_of_gradient(op)]
+            if functions.called(op.node_def):
+                takers[own].update(each.name for each in op.inputs)
             for tensor in op.inputs:
                 if tensor.name in trace.variable_names:
                     holders[tensor.name][own] = None
@@ -105,6 +110,12 @@ class Layers:
             for handle in tied:
                 for name in _innermost(holders[handle], parents):
                     shared[name].add(tie)
+        # A loop is where its variables are. A layer that is a loop over those within is not opened.
+        whole = {
+            own
+            for own, taken in takers.items()
+            if own and taken.issuperset(_within(own, handles, parents))
+        }
         return cls(
             {name: list(found) for name, found in children.items()},
             operations,
@@ -113,6 +124,7 @@ class Layers:
             handles,
             shared,
             {name: sum(found.values()) for name, found in leaving.items()},
+            whole,
         )
 
     def tree(self, optimize: str) -> Unit:
@@ -133,9 +145,22 @@ class Layers:
                 shared=frozenset(self.shared.get(name, ())),
                 children=tuple(unit(child) for child in self.children.get(name, ())),
                 output_bytes=self.output_bytes.get(name, 0),
+                splittable=name not in self.whole,
             )
 
         return unit("")
+
+
+def _within(
+    outer: str, handles: Mapping[str, Sequence[str]], parents: Mapping[str, str]
+) -> Iterator[str]:
+    """Yields the handles of the variables of a layer and of those in it."""
+    for name, own in handles.items():
+        at = name
+        while at and at != outer:
+            at = parents[at]
+        if at == outer:
+            yield from own
 
 
 def _innermost(names: Iterable[str], parents: Mapping[str, str]) -> list[str]:

@@ -163,8 +163,9 @@ def kept_bytes(graph: Any, forward: Collection[Any], later: Iterable[Any]) -> di
         forward: the operations.
         later: those of the backward pass.
     """
-    found: dict[Any, float] = {}
+    found: dict[Any, float] = defaultdict(float)
     seen: set[str] = set()
+    loops: set[Any] = set()
     for op in later:
         for tensor in op.inputs:
             made = tensor
@@ -173,10 +174,10 @@ def kept_bytes(graph: Any, forward: Collection[Any], later: Iterable[Any]) -> di
             if made.op not in forward or made.op.type in VIEWS or made.name in seen:
                 continue
             seen.add(made.name)
-            size = num_bytes(made)
-            if made.dtype == tf.variant and made.op not in found:
-                size = kept_by_turns(graph, made.op)
-            found[made.op] = found.get(made.op, 0.0) + size
+            found[made.op] += num_bytes(made)
+            if made.dtype == tf.variant and made.op not in loops:
+                loops.add(made.op)
+                found[made.op] += kept_by_turns(graph, made.op)
     return found
 
 

@@ -118,12 +118,24 @@ def values_of_variables(ops: Collection[Any]) -> set[Any]:
 def turns_of(op: Any) -> int:
     """Returns how often a loop turns at most, as far as its graph says: 1 where it does not.
 
-    TensorFlow's loops have that number as their second input, -1 for none.
+    TensorFlow's loops have that number as their second input, -1 for none. Else it is taken for
+    the length of the longest list that the loop goes through.
     """
     if op.type not in _LOOPS or len(op.inputs) < 2:
         return 1
-    most = tf.get_static_value(op.inputs[1])
-    return max(1, int(most)) if most is not None and most.shape == () else 1
+    most = _number(op.inputs[1])
+    if most > 0:
+        return most
+    lists = [each.op for each in op.inputs if each.dtype == tf.variant]
+    lengths = [_number(one.inputs[1]) for one in lists if one.type == "TensorListReserve"]
+    lengths += [_length(x.inputs[0].shape, 0) for x in lists if x.type == "TensorListFromTensor"]
+    return max([1, *lengths])
+
+
+def _number(tensor: Any) -> int:
+    """Returns the number that a tensor is known to be; 0 where it is not known."""
+    found = tf.get_static_value(tensor)
+    return int(found) if found is not None and found.shape == () else 0
 
 
 def kept_by_turns(graph: Any, op: Any) -> int:

@@ -71,6 +71,7 @@ class StepInProgress:
         calls: of the model, by microbatch.
         losses: of the model's layers in its last call.
         programs: what models made for calls in it, under keys of theirs.
+        models: what made them.
         begin: number of operations in the graph before it.
     """
 
@@ -83,17 +84,13 @@ class StepInProgress:
     calls: list[list[Call]] = field(default_factory=list)
     losses: list[Any] = field(default_factory=list)
     programs: dict[Hashable, Any] = field(default_factory=dict)
+    models: set[Any] = field(default_factory=set)
     begin: int = 0
 
     @property
     def trains(self) -> bool:
         """Whether the body has asked for gradients."""
         return any(call.requests for calls in self.calls for call in calls)
-
-    @property
-    def models(self) -> list[Any]:
-        """What the body calls."""
-        return list(dict.fromkeys(engine for engine, *_ in self.programs))
 
     def random_key(self) -> Any:
         """Returns a key that is another one for each call of the model, int64 of shape [2].
@@ -231,6 +228,11 @@ class StepFunction:
             options["input_signature"] = tf.nest.flatten(options["input_signature"])
         return options
 
+    @property
+    def name(self) -> str:
+        """That of the function."""
+        return self._name
+
     def profile(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelProfile | None:
         """Makes the graph of a call, which never runs, and returns what the call costs. Local.
 
@@ -258,7 +260,7 @@ class StepFunction:
 
             def look(step: StepInProgress, body: Body, share: float) -> None:
                 if step.trains:
-                    own = self._name, step.calls[0], step.models, body.operations
+                    own = self._name, step.calls[0], len(step.models), body.operations
                     found.append(profile_of(runtime, *own, int(batch), share))
 
             self._build(runtime, args, kwargs, look)

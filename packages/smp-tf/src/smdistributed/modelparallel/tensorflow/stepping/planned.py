@@ -38,7 +38,7 @@ def profile_of(
     runtime: TFRuntime,
     name: str,
     calls: Sequence[Call],
-    models: Sequence[Any],
+    num_models: int,
     made: Sequence[Any],
     batch: int,
     share: float,
@@ -49,7 +49,7 @@ def profile_of(
         runtime: of this process.
         name: of the function.
         calls: of its first microbatch.
-        models: that it calls.
+        num_models: that it calls.
         made: the operations that it makes itself, for all microbatches.
         batch: examples of all microbatches.
         share: of them in the first one.
@@ -57,10 +57,10 @@ def profile_of(
     Raises:
         UnsupportedError: it calls several models.
     """
-    if len(models) != 1:
+    if num_models != 1:
         raise UnsupportedError(
             "the planner plans for steps of one smp.DistributedModel; step function "
-            f"{name} calls {len(models)}: plan for the larger one in a step of its own."
+            f"{name} calls {num_models}: plan for the larger one in a step of its own."
         )
     config = runtime.config if runtime.planning is None else runtime.planning.config
     traces = [call.local.plan.trace for call in calls]
