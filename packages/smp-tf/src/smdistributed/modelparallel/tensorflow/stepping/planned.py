@@ -30,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 #: What is taken where an optimizer cannot be copied: two moments in single precision.
 _USUAL_BYTES = 8
+#: A process that ends at its first step does not come to what the script does with gradients.
+_AVERAGED = (
+    "lines with replicas are for scripts that average gradients over them, as fit does, and "
+    "smp.allreduce in a loop of one's own"
+)
 #: The scope of what a step function makes for its first microbatch.
 _FIRST = "microbatch_0"
 
@@ -83,7 +88,7 @@ def profile_of(
         memory_weight=MEMORY_WEIGHTS[config.optimize],
         adds_gradients=True,
         graphs=False,
-        notes=tuple(optimizers.notes),
+        notes=(*optimizers.notes, *([] if config.horovod else [_AVERAGED])),
     )
 
 
