@@ -6,7 +6,6 @@ from smdistributed.modelparallel.common.config.loading import (
     Explained,
     Framework,
     load,
-    takes,
 )
 
-__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load", "takes"]
+__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load"]

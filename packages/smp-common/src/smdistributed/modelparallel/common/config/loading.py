@@ -39,7 +39,7 @@ from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.topology import Topology, describe_indivisible
 
-__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load", "takes"]
+__all__ = ["Config", "ConfigWarning", "Explained", "Framework", "load"]
 
 _log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from smdistributed.modelparallel.common.config import takes
+from smdistributed.modelparallel.common.config.loading import takes
 from smdistributed.modelparallel.common.search.devices import Machine
 from smdistributed.modelparallel.common.search.profile import ModelProfile
 
