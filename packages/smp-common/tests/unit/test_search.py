@@ -418,16 +418,28 @@ def test_a_plan_cuts_by_what_jobs_balance() -> None:
         children = tuple(map(counted_alike, unit.children))
         # There are 19 leaves besides.
         own = 20.0 if unit.name == "embedding" else float(not children)
-        return dataclasses.replace(unit, children=children, balanced=(own, own))
+        by_word = {"memory": (own, own), "speed": (0.0, float(not children))}
+        return dataclasses.replace(unit, children=children, balanced=by_word)
 
     on = machine(2, 80 * GIB)
-    configuration = Configuration(2, 1, 1, 1, False, 4, "interleaved")
-    held = []
-    for profile in (SMALL, dataclasses.replace(SMALL, root=counted_alike(SMALL.root))):
-        found = Search(profile, on)._bounded(configuration, fits=True)
-        assert isinstance(found, _Bounded)
-        held.append(found.stages.holdings[0].parameter_bytes)
-    assert held[1] == next(
+    profile = dataclasses.replace(
+        SMALL,
+        framework="tensorflow",
+        root=counted_alike(SMALL.root),
+        memory_weights={"memory": 0.95, "speed": 0.5},
+        settings={"optimize": "speed"},
+    )
+    assert ModelProfile.from_json(profile.to_json()) == profile
+    held = {}
+    for each in configurations(profile, on):
+        if (each.partitions, each.microbatches, each.pipeline) == (2, 4, "simple"):
+            found = Search(profile, on)._bounded(each, fits=True)
+            assert isinstance(found, _Bounded)
+            held[each.optimize] = found.stages.holdings[0].parameter_bytes
+            config = load("tensorflow", {**profile.settings, **each.settings(profile)}, environ={})
+            assert config.optimize == each.optimize
+    assert held["memory"] == next(
         each.own.parameter_bytes for each in SMALL.root.walk() if each.name == "embedding"
     )
-    assert held[0] > held[1]
+    assert held["speed"] > held["memory"]
+    assert "balanced" in Plan(profile, Machine.of("h100", 2)).table()

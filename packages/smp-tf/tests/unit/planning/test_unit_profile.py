@@ -23,11 +23,10 @@ L = tf.keras.layers
 FLOAT = 4
 
 
-def profile_of(trace: Trace, optimize: str = "memory") -> ModelProfile:
-    root = unit_profile([(trace, CallFigures.of(trace))], optimize, lambda _: Kept())
-    weight = MEMORY_WEIGHTS[optimize]
+def profile_of(trace: Trace) -> ModelProfile:
+    root = unit_profile([(trace, CallFigures.of(trace))], lambda _: Kept())
     made = "step", "Adam", EXAMPLES, EXAMPLES, "single", root
-    return ModelProfile("tensorflow", *made, memory_weight=weight)
+    return ModelProfile("tensorflow", *made, memory_weights=MEMORY_WEIGHTS)
 
 
 def whole(trace: Trace) -> Figures:
@@ -50,10 +49,10 @@ def cuts(seed: int, partitions: int, optimize: str) -> tuple[Any, Any]:
     sizes: Counter[int] = Counter()
     for handle, variable in trace.variable_names.items():
         sizes[placement.homes[variable]] += variable_bytes(trace.captured[handle])
-    cutter = Cutter(profile_of(trace, optimize), device_of("cpu"))
+    cutter = Cutter(profile_of(trace), device_of("cpu"))
     # Of other sizes than the recorded one, as microbatches of a plan are.
-    planned = cutter._assigned(partitions, 3 * EXAMPLES, 2, False)
-    stages = cutter.stages(partitions, 3 * EXAMPLES, 2, v_shaped=False)
+    planned = cutter._assigned(partitions, 3 * EXAMPLES, 2, False, optimize)
+    stages = cutter.stages(partitions, 3 * EXAMPLES, 2, v_shaped=False, optimize=optimize)
     if planned is None:  # some partition of the job has nothing
         return None, None
     held = {rank: own.parameter_bytes for rank, own in enumerate(stages.holdings)}
@@ -116,8 +115,8 @@ def test_what_a_loop_keeps_counts_for_each_turn() -> None:
 def test_a_model_that_is_called_twice_computes_twice() -> None:
     trace = traced_model(generated(3))
     one = CallFigures.of(trace)
-    twice = unit_profile([(trace, one), (trace, one)], "memory", lambda _: Kept(1.0, 2.0, 3.0))
-    once = unit_profile([(trace, one)], "memory", lambda _: Kept(1.0, 2.0, 3.0))
+    twice = unit_profile([(trace, one), (trace, one)], lambda _: Kept(1.0, 2.0, 3.0))
+    once = unit_profile([(trace, one)], lambda _: Kept(1.0, 2.0, 3.0))
     for more, less in zip(twice.walk(), once.walk(), strict=True):
         assert more.own.computation.of_weights == 2 * less.own.computation.of_weights
         assert more.own.kept_bytes == 2 * less.own.kept_bytes

@@ -32,6 +32,7 @@ class Configuration:
         microbatches: that a replica's batch is cut into.
         pipeline: the kind of schedule.
         checkpointed_blocks: every so manieth block is computed again; 0 for none.
+        optimize: what partitions balance; None where the framework has one way.
     """
 
     partitions: int
@@ -42,6 +43,7 @@ class Configuration:
     microbatches: int
     pipeline: Pipelines
     checkpointed_blocks: int = 0
+    optimize: str | None = None
 
     @property
     def lanes(self) -> int:
@@ -80,6 +82,9 @@ class Configuration:
         for (name, value), default in zip(defaults.items(), usual, strict=True):
             if profile.settings.get(name, default) != value:
                 wanted[name] = value
+        said = profile.settings.get("optimize", "memory")
+        if self.partitions > 1 and self.optimize not in (None, said):
+            wanted["optimize"] = self.optimize
         if profile.settings.get("auto_partition") is False:
             wanted["auto_partition"] = True  # the plan's partitions are not those cut by hand
         has_ddp = takes(profile.framework, "ddp")
@@ -123,12 +128,15 @@ def configurations(profile: ModelProfile, machine: Machine) -> Iterator[Configur
         if left or partitions > most or profile.batch % lanes:
             continue
         places = partitions, slices, replicas
+        words = list(profile.memory_weights) or [None]
         for microbatches in divisors(profile.batch // lanes):
             for pipeline in pipelines if partitions > 1 and microbatches > 1 else pipelines[:1]:
+                used = microbatches, pipeline
                 for shards in divisors(replicas) if has_shards else (1,):
-                    yield Configuration(*places, shards, False, microbatches, pipeline)
+                    for word in words if partitions > 1 else words[:1]:
+                        yield Configuration(*places, shards, False, *used, optimize=word)
                 if replicas > 1 and shares_state:
-                    yield Configuration(*places, 1, True, microbatches, pipeline)
+                    yield Configuration(*places, 1, True, *used)
 
 
 def _powers_of_two(most: int) -> list[int]:

@@ -153,8 +153,8 @@ class UnitProfile:
         output_bytes: what crosses a cut behind it.
         shared: keys of its own parameters that other units hold too.
         children: in order of execution.
-        balanced: computation and memory of its own, as jobs of its framework balance partitions by
-            them, where they do not count as a plan does; None where they do.
+        balanced: where jobs of its framework do not count as a plan does, computation and memory of
+            its own by which they balance partitions, for each word of ``optimize``.
     """
 
     name: str
@@ -164,7 +164,7 @@ class UnitProfile:
     output_bytes: float = 0.0
     shared: tuple[str, ...] = ()
     children: tuple[UnitProfile, ...] = ()
-    balanced: tuple[float, float] | None = None
+    balanced: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def walk(self) -> Iterator[UnitProfile]:
         """Yields this unit and all below it."""
@@ -188,6 +188,7 @@ class ModelProfile:
         beside: figures of what the step function computes outside of all modules, such as a loss.
         settings: the parameters that the script, or its launcher, gave, by their main names.
         memory_weight: of the partition.
+        memory_weights: the same, for each word of ``optimize`` by which jobs balance it otherwise.
         most_gathered: elements of sharded parameters that are whole at a time.
         has_buckets: whether replicas keep gradients in buckets besides.
         adds_gradients: whether the gradients of a microbatch are there beside the sum of those
@@ -207,6 +208,7 @@ class ModelProfile:
     beside: Figures = Figures()
     settings: Mapping[str, Any] = field(default_factory=dict)
     memory_weight: float = 0.8
+    memory_weights: Mapping[str, float] = field(default_factory=dict)
     most_gathered: int = 1_000_000_000
     has_buckets: bool = True
     adds_gradients: bool = False
@@ -281,7 +283,7 @@ def _unit(document: dict[str, Any]) -> UnitProfile:
         own=own,
         shared=shared,
         children=children,
-        balanced=None if balanced is None else tuple(balanced),
+        balanced={word: tuple(costs) for word, costs in balanced.items()},
     )
 
 

@@ -210,6 +210,7 @@ class Search:
             v_shaped=configuration.pipeline == "zero_bubble_v",
             checkpointed_blocks=configuration.checkpointed_blocks,
             slices=configuration.slices,
+            optimize=configuration.optimize,
         )
         if stages is None:
             return None

@@ -134,6 +134,7 @@ class Cutter:
         v_shaped: bool,
         checkpointed_blocks: int = 0,
         slices: int = 1,
+        optimize: str | None = None,
     ) -> Stages | None:
         """Returns the stages of a model; None where it cannot be cut so.
 
@@ -144,21 +145,29 @@ class Cutter:
             v_shaped: whether each rank has two pieces.
             checkpointed_blocks: every so manieth block is computed again; the cuts are the same.
             slices: that ranks share; likewise.
+            optimize: what the partitions balance, where a framework has several ways.
         """
-        assignment = self._assigned(partitions, examples, microbatches, v_shaped)
+        assignment = self._assigned(partitions, examples, microbatches, v_shaped, optimize)
         if assignment is None:
             return None
         sums = self._sums_of(checkpointed_blocks, slices)
         return self._from(assignment, sums, examples / self._profile.examples)
 
     def _assignment(
-        self, partitions: int, examples: int, microbatches: int, v_shaped: bool
+        self,
+        partitions: int,
+        examples: int,
+        microbatches: int,
+        v_shaped: bool,
+        optimize: str | None,
     ) -> Assignment | None:
+        profile = self._profile
+        weight = profile.memory_weight if optimize is None else profile.memory_weights[optimize]
         try:
             assignment = partition(
-                self._tree_of(examples),
+                self._tree_of(examples, optimize),
                 partitions,
-                self._profile.memory_weight,
+                weight,
                 v_shaped=v_shaped,
                 num_microbatches=microbatches if v_shaped else None,
             )
@@ -192,22 +201,24 @@ class Cutter:
             working[last_rank] = max(working[last_rank], _made(beside))
         return Stages(tuple(pieces), tuple(holdings), tuple(working))
 
-    def _tree(self, examples: int) -> Unit:
-        return self._unit(self._profile.root, examples / self._profile.examples)
+    def _tree(self, examples: int, optimize: str | None) -> Unit:
+        return self._unit(self._profile.root, examples / self._profile.examples, optimize)
 
-    def _unit(self, unit: UnitProfile, factor: float) -> Unit:
-        own = unit.own.times(factor)
-        compute, memory = unit.balanced or (
-            round(counted(own.computation, self._device, self._profile.precision).both),
-            round(STATE_FACTOR * own.parameter_bytes + own.made_bytes),
-        )
+    def _unit(self, unit: UnitProfile, factor: float, optimize: str | None) -> Unit:
+        if optimize is None:
+            own = unit.own.times(factor)
+            both = counted(own.computation, self._device, self._profile.precision).both
+            compute = float(round(both))
+            memory = float(round(STATE_FACTOR * own.parameter_bytes + own.made_bytes))
+        else:
+            compute, memory = unit.balanced[optimize]
         return Unit(
             unit.name,
             compute=compute,
             memory=memory,
             order=unit.order,
             shared=frozenset(unit.shared),
-            children=tuple(self._unit(child, factor) for child in unit.children),
+            children=tuple(self._unit(child, factor, optimize) for child in unit.children),
             output_bytes=round(factor * unit.output_bytes),
             splittable=unit.splittable,
         )

@@ -49,7 +49,7 @@ def _count(number: float) -> str:
 
 def best_of(ranking: Ranking, width: int = WIDTH) -> str:
     """Returns a table of the best configurations."""
-    left = ("schedule", "checkpoints")
+    left = ("schedule", "balanced", "checkpoints")
     degrees = ("partitions", "slices", "replicas", "shards", "microbatches")
     names = ("", *degrees, *left, "step ms", "examples/s", "peak GiB", "idle")
     rows = [(str(place), *_cells(each)) for place, each in enumerate(ranking.best, 1)]
@@ -81,6 +81,7 @@ def _cells(estimate: Estimate) -> list[str]:
         shards,
         str(own.microbatches),
         own.pipeline if own.partitions > 1 else "-",
+        own.optimize or "-" if own.partitions > 1 else "-",
         _CHECKPOINTS[own.checkpointed_blocks],
         f"{1e3 * estimate.seconds:.1f}"
         if estimate.seconds < 10
@@ -101,6 +102,7 @@ def _described(estimate: Estimate) -> str:
     if own.shards_optimizer:
         words += " that share the optimizer's state"
     words += f", {own.microbatches} microbatches, {own.pipeline}"
+    words += f", balanced for {own.optimize}" if own.optimize and own.partitions > 1 else ""
     every = own.checkpointed_blocks
     return f"{words}, checkpoints of {_CHECKPOINTS[every]} blocks" if every else words
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,12 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.planning.partitioner import Unit
 from smdistributed.modelparallel.common.search.profile import Computation, Figures, UnitProfile
 from smdistributed.modelparallel.tensorflow.planning.kept_state import Kept
-from smdistributed.modelparallel.tensorflow.planning.layers import Layers, path_of, placeable
+from smdistributed.modelparallel.tensorflow.planning.layers import (
+    MEMORY_WEIGHTS,
+    Layers,
+    path_of,
+    placeable,
+)
 from smdistributed.modelparallel.tensorflow.record.sizes import is_constant, num_bytes, num_elements
 from smdistributed.modelparallel.tensorflow.record.tracing import Trace
 from smdistributed.modelparallel.tensorflow.record.work import (
@@ -70,14 +75,13 @@ class CallFigures:
 
 
 def unit_profile(
-    calls: Sequence[tuple[Trace, CallFigures]], optimize: str, kept_by_optimizer: KeptFor
+    calls: Sequence[tuple[Trace, CallFigures]], kept_by_optimizer: KeptFor
 ) -> UnitProfile:
     """Returns the profile of a model.
 
     Args:
         calls: of it in one microbatch; the first says which layers there are, and what the later
             ones compute in these counts besides.
-        optimize: what jobs balance partitions by.
         kept_by_optimizer: by variable.
     """
     trace, first = calls[0]
@@ -105,6 +109,15 @@ def unit_profile(
             kept_bytes=sum(each.kept.get(name, 0.0) for each in of_calls),
         )
 
+    units = {
+        word: {unit.name: unit for unit in _walk(first.layers.tree(word))}
+        for word in MEMORY_WEIGHTS
+    }
+
+    def balanced(name: str) -> dict[str, tuple[float, float]]:
+        found = {word: by_name[name] for word, by_name in units.items()}
+        return {word: (float(each.compute), float(each.memory)) for word, each in found.items()}
+
     def profile(unit: Unit) -> UnitProfile:
         return UnitProfile(
             unit.name,
@@ -114,10 +127,16 @@ def unit_profile(
             unit.output_bytes,
             tuple(sorted(unit.shared)),
             tuple(map(profile, unit.children)),
-            (float(unit.compute), float(unit.memory)),
+            balanced(unit.name),
         )
 
-    return profile(first.layers.tree(optimize))
+    return profile(first.layers.tree("memory"))
+
+
+def _walk(unit: Unit) -> Iterator[Unit]:
+    yield unit
+    for child in unit.children:
+        yield from _walk(child)
 
 
 def beside_model(graph: Any, ops: Collection[Any]) -> tuple[Figures, Work]:

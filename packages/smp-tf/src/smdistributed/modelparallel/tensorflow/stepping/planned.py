@@ -80,12 +80,10 @@ def profile_of(
         batch=batch,
         examples=round(batch * share),
         precision=_precision(sum((each.all_work for each in counted), work)),
-        root=unit_profile(
-            list(zip(traces, counted, strict=True)), config.optimize, optimizers.kept_for
-        ),
+        root=unit_profile(list(zip(traces, counted, strict=True)), optimizers.kept_for),
         beside=beside,
         settings=config.given(),
-        memory_weight=MEMORY_WEIGHTS[config.optimize],
+        memory_weights=MEMORY_WEIGHTS,
         adds_gradients=True,
         graphs=False,
         notes=(*optimizers.notes, *([] if config.horovod else [_AVERAGED])),
