@@ -10,13 +10,14 @@ from tf_execution import (
     execute,
     held_up,
     memory_of_variable,
+    python_with_gradients,
     shapes,
     trace_and_drop,
     transfers_before_checks,
 )
-from tf_worlds import MICROBATCHES, TWO, TWO_BY_HAND
+from tf_worlds import MICROBATCHES, PRELOAD, QUIET, TWO, TWO_BY_HAND, launcher_of
 
-from smdistributed.modelparallel.common.testing import Worlds
+from smdistributed.modelparallel.common.testing import Worlds, run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(200)]
 
@@ -30,6 +31,17 @@ def test_each_layer_is_computed_once_a_microbatch_on_one_rank(worlds: Worlds) ->
     assert all(counts)
     for rank in counts:
         assert set(rank.values()) == {STEPS * MICROBATCHES}
+
+
+def test_python_in_one_partition_has_its_own_gradients() -> None:
+    run_ranks(
+        1,
+        python_with_gradients,
+        launcher=launcher_of(1),
+        timeout=100,
+        env=QUIET,
+        preload=PRELOAD,
+    )
 
 
 def test_a_step_is_traced_once_and_leaves_nothing_behind(worlds: Worlds) -> None:

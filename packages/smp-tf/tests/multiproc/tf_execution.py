@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework.func_graph import FuncGraph
@@ -286,3 +287,33 @@ def build() -> str:
     ):
         compute(*tf.nest.map_structure(tf.constant, problem.batch))
     return printed.getvalue()
+
+
+def python_with_gradients() -> None:
+    """Backward passes find the tapes of their own forward passes, in one process as well."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    smp.init({"partitions": 1, "microbatches": 4})
+
+    class Doubled(tf.keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            return tf.ensure_shape(tf.py_function(lambda y: y * y, [x], tf.float32), x.shape)
+
+    parts = [tf.keras.layers.Dense(8), Doubled(), tf.keras.layers.Dense(3)]
+    net = tf.keras.Sequential([tf.keras.layers.Input((8,)), *parts])
+    model = smp.DistributedModel(net)
+    x = np.random.RandomState(0).rand(8, 8).astype("float32")
+
+    @smp.step
+    def gradients_of(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(x)))
+        return tape.gradient(loss, model.trainable_variables)
+
+    found = [[each.accumulate().numpy() for each in gradients_of(x)] for _ in range(8)]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(net(x)))
+    expected = tape.gradient(loss, net.trainable_variables)
+    for gradients in found:
+        for one, other in zip(gradients, expected, strict=True):
+            np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-6)

@@ -128,7 +128,7 @@ def configurations(profile: ModelProfile, machine: Machine) -> Iterator[Configur
         if left or partitions > most or profile.batch % lanes:
             continue
         places = partitions, slices, replicas
-        words = list(profile.memory_weights) or [None]
+        words: list[str | None] = [*profile.memory_weights] or [None]
         for microbatches in divisors(profile.batch // lanes):
             for pipeline in pipelines if partitions > 1 and microbatches > 1 else pipelines[:1]:
                 used = microbatches, pipeline

@@ -67,7 +67,7 @@ def impose_order(
     check_alike(microbatches)
     calls = microbatches[0]
     entries = Entries(calls)
-    in_a_row = is_serial or _share_state(calls) or any(map(_keeps_tapes, calls))
+    in_a_row = is_serial or _share_state(calls) or keep_tapes(calls)
     graph = _joined(calls, entries, num_partitions, in_a_row)
     if in_a_row:
         pipeline, active_microbatches = "interleaved", 1
@@ -107,12 +107,16 @@ def _share_state(calls: Sequence[Call]) -> bool:
     return any(len(uses[key]) > 1 for key in changed)
 
 
-def _keeps_tapes(call: Call) -> bool:
-    """Tells whether a gradient of a ``tf.py_function`` is computed.
+def keep_tapes(calls: Iterable[Call]) -> bool:
+    """Tells whether gradients of a ``tf.py_function`` are computed in a microbatch.
 
     TensorFlow keeps the tape of the newest forward pass alone, by the operation, so that the
-    backward pass of a microbatch must follow its forward pass.
+    backward pass of a microbatch must follow its forward pass, with one partition too.
     """
+    return any(map(_keeps_tapes, calls))
+
+
+def _keeps_tapes(call: Call) -> bool:
     trace = call.local.plan.trace
     return bool(call.requests) and any(
         op not in trace.forward and functions.calls_anywhere(trace.graph, op, "EagerPyFunc")

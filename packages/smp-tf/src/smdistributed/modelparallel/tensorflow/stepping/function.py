@@ -32,7 +32,7 @@ from smdistributed.modelparallel.common.search.recording import Planning
 from smdistributed.modelparallel.tensorflow.compat import autograph
 from smdistributed.modelparallel.tensorflow.compat.gradients import starting_from
 from smdistributed.modelparallel.tensorflow.compat.isolation import apart
-from smdistributed.modelparallel.tensorflow.execute.order import impose_order
+from smdistributed.modelparallel.tensorflow.execute.order import impose_order, keep_tapes
 from smdistributed.modelparallel.tensorflow.execute.random import give_seeds
 from smdistributed.modelparallel.tensorflow.execute.replay import Call
 from smdistributed.modelparallel.tensorflow.gradients.meeting import note_places
@@ -355,11 +355,13 @@ class StepFunction:
         body = Body(self._name, step.calls, step.begin)
         body.refuse_kept()
         runtime.links.begin_after(checks, body.operations)
-        if runtime.topology.pp_size > 1:
+        is_split = runtime.topology.pp_size > 1
+        if is_split:
             give_seeds(body.operations, runtime.unseeded + runtime.coordinates.dp_rank, self._name)
+        if is_split or keep_tapes(step.calls[0]):
             # A process that holds none of these variables must take the same order, too.
             meet = runtime.communicator.allgather(body.meets_models(), CommGroup.PP_GROUP)
-            self._timeline = runtime.timeline = impose_order(
+            timeline = impose_order(
                 step.calls,
                 runtime.coordinates.pp_rank,
                 runtime.topology.pp_size,
@@ -368,6 +370,8 @@ class StepFunction:
                 runtime.links,
                 is_serial=any(meet),
             )
+            if is_split:
+                self._timeline = runtime.timeline = timeline
         return body
 
 
