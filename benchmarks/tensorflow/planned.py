@@ -6,8 +6,9 @@
 Each model is planned for two cores of this host. Then each configuration runs as a plan prints it,
 by turns with the others, and a row says what was planned and what was measured: the middle of the
 steps of all rounds, and the largest memory of a rank. The memory of a process before its model,
-and what the same layers take in small (graphs, not tensors), are taken off. ``cpu_ms`` is the CPU
-time of the busier rank: others that use the cores disturb it less than they do seconds.
+and what the same layers take in small (graphs, not tensors), are taken off, and the allocator has one
+arena: what threads free it would keep for each. ``cpu_ms`` is the CPU time of the busier rank:
+others that use the cores disturb it less than they do seconds.
 """
 
 from __future__ import annotations
@@ -138,7 +139,14 @@ def measured(words: list[str]) -> dict[str, Any]:
     """Runs a job; returns what its first rank prints."""
     command = [sys.executable, "-m", "smdistributed.modelparallel.common.launcher", *words]
     print(shlex.join(words), file=sys.stderr, flush=True)
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        command,
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=True,
+    )
     [line] = [line for line in done.stdout.splitlines() if '{"seconds"' in line]
     found: dict[str, Any] = json.loads(line[line.index("{") :])
     return found
