@@ -6,8 +6,8 @@
 Each model is planned for two cores of this host. Then each configuration runs as a plan prints it,
 by turns with the others, and a row says what was planned and what was measured: the middle of the
 steps of all rounds, and the largest memory of a rank. The memory of a process before its model,
-and what the same layers take in small (graphs, not tensors), are taken off, and the allocator has one
-arena: what threads free it would keep for each. ``cpu_ms`` is the CPU time of the busier rank:
+and what the same layers take in small (graphs, not tensors), are taken off; the allocator has one
+arena, since it keeps what is free for each thread. ``cpu_ms`` is the CPU time of the busier rank:
 others that use the cores disturb it less than they do seconds.
 """
 
