@@ -427,7 +427,6 @@ def test_a_plan_cuts_by_what_jobs_balance() -> None:
         framework="tensorflow",
         root=counted_alike(SMALL.root),
         memory_weights={"memory": 0.95, "speed": 0.5},
-        settings={"optimize": "speed"},
     )
     assert ModelProfile.from_json(profile.to_json()) == profile
     held = {}
@@ -442,4 +441,6 @@ def test_a_plan_cuts_by_what_jobs_balance() -> None:
         each.own.parameter_bytes for each in SMALL.root.walk() if each.name == "embedding"
     )
     assert held["speed"] > held["memory"]
+    said = dataclasses.replace(profile, settings={"optimize": "speed"})
+    assert {each.optimize for each in configurations(said, on)} == {"speed"}
     assert "balanced" in Plan(profile, Machine.of("h100", 2)).table()

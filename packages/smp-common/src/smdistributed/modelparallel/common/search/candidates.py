@@ -129,6 +129,8 @@ def configurations(profile: ModelProfile, machine: Machine) -> Iterator[Configur
             continue
         places = partitions, slices, replicas
         words: list[str | None] = [*profile.memory_weights] or [None]
+        if profile.memory_weights and "optimize" in profile.settings:  # the script says it
+            words = [profile.settings["optimize"]]
         for microbatches in divisors(profile.batch // lanes):
             for pipeline in pipelines if partitions > 1 and microbatches > 1 else pipelines[:1]:
                 used = microbatches, pipeline
