@@ -174,7 +174,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "order": (240, 960),
         "views": (720, 1440),
         "repeated": (460, 920),
-        "recomputed": (0, 720),
+        "recomputed": (9, 720),
         "around": (0, 24),
         "gradients": (0, 512),
         "asked": (0, 680),
@@ -201,6 +201,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
     "v": {"uses": (61, 80), "order": (481, 960)},
     # What is captured must not miss what is kept, written, used, or done around a step.
     "graphs": {
+        "recomputed": (1791, 1920),
         "state": (2, 384),
         "uses": (2, 40),
         "parameters": (14, 24),
