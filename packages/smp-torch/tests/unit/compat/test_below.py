@@ -218,4 +218,5 @@ def test_what_torchscript_has_fused_runs_on_fakes_by_operations(fusing: None, of
         for found in (made(fake), made(fake, 2.0), made(fake, power=2.0)):
             assert found.shape == (3,)
     assert [name for name in seen.names if name != "device"] == ["add", "gelu", "pow", "mul"] * 3
-    assert torch.equal(made(torch.ones(3)), of(torch.ones(3)))
+    # Fused on tensors they may round otherwise.
+    torch.testing.assert_close(made(torch.ones(3)), of(torch.ones(3)))

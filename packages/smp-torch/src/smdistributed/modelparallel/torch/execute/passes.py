@@ -244,7 +244,7 @@ class Computation:
         return action.segment in self._plans[action.microbatch].with_graph
 
     def noting(self, action: Action) -> contextlib.AbstractContextManager[Noted | None]:
-        """Inside, what a forward pass exchanges within modules is noted, if it has a backward one."""
+        """Inside, what a pass exchanges within modules is noted, if it has a backward one."""
         if action.segment in self._plans[action.microbatch].backward:
             return self._passes.together.noting()
         return contextlib.nullcontext()
