@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.absence.notes import (
     Origin,
     Source,
     check_forms,
+    check_not_traced,
     name_of,
     not_differentiated,
     shortened,
@@ -61,7 +62,6 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
     OpOverload,
     is_of_fakes,
-    is_traced,
     past_subclass_functions,
     pytree,
     quiet_fakes,
@@ -115,11 +115,7 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
             return result
     found = absent_in((args, kwargs))
     found[0].absent.keeper.check_use(_all_names(found), name_of(func))
-    if is_traced():
-        raise UnsupportedError(
-            f"{name_of(func)} gets {_all_names(found)}, which another partition has, while "
-            f"torch.jit.trace runs: trace a module of your own. {REMEDY}"
-        )
+    check_not_traced(func, _all_names(found))
     if func is torch.autograd.grad:
         try:
             return _follow(func, args, kwargs)

@@ -10,7 +10,11 @@ import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.absence.digests import hash_of
-from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions, pytree
+from smdistributed.modelparallel.torch.compat.private.modes import (
+    is_traced,
+    past_subclass_functions,
+    pytree,
+)
 
 #: What the name of a gradient begins with, before that of its parameter.
 GRADIENT_OF = "the gradient of "
@@ -145,6 +149,19 @@ def not_differentiated(func: Any, names: frozenset[str]) -> UnsupportedError:
         f"{name_of(func)} asks for gradients of what depends on {shortened(names)}, which one "
         "partition has: compute them in a step function, by model.backward."
     )
+
+
+def check_not_traced(func: Any, names: str) -> None:
+    """Refuses a function that ``torch.jit.trace`` would write down on the rank with values alone.
+
+    Raises:
+        UnsupportedError: it runs.
+    """
+    if is_traced():
+        raise UnsupportedError(
+            f"{name_of(func)} gets {names}, which one partition has, while torch.jit.trace runs: "
+            f"trace a module of your own. {REMEDY}"
+        )
 
 
 def name_of(func: Any) -> str:

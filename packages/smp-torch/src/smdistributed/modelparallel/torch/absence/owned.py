@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.absence.digests import digest_of, place_o
 from smdistributed.modelparallel.torch.absence.notes import (
     Origin,
     check_forms,
+    check_not_traced,
     name_of,
     not_differentiated,
     shortened,
@@ -138,9 +139,11 @@ def track(func: Any, args: Any, kwargs: Any) -> Any:
     given = owned_in((args, kwargs))
     about: Owned = given[0].owned
     origins = [each.owned.origin for each in given]
-    about.keeper.check_use(shortened(Origin.of_call(origins, "").names), name_of(func))
+    names = Origin.of_call(origins, "").names
+    about.keeper.check_use(shortened(names), name_of(func))
+    check_not_traced(func, shortened(names))
     if func in BACKWARD:
-        raise not_differentiated(func, Origin.of_call(origins, "").names)
+        raise not_differentiated(func, names)
     check_forms(func, (args, kwargs), origins)
     if func in GIVING_VALUES or about.keeper.needs_values(func, args, kwargs):
         leave(given)

@@ -28,9 +28,11 @@ from smdistributed.modelparallel.torch.compat.private.backward import (
     hooks_after_accumulation,
     hooks_on_gradient,
     put_own_hook,
+    saved_tensors_hooks,
 )
 from smdistributed.modelparallel.torch.compat.private.modes import is_any_autocast, is_watched
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
+from smdistributed.modelparallel.torch.trial.turns import is_code_of_others, module_of
 
 
 class WaitingGradients:
@@ -230,6 +232,9 @@ def may_wait(input: Any, weight: Any, bias: Any, *, dim: int) -> bool:
         return False
     if not (_adds_up(weight) and _adds_up(bias)):
         return False  # hooks of both see in which order their gradients come
+    hooks = saved_tensors_hooks()
+    if hooks is not None and any(map(is_code_of_others, map(module_of, hooks))):
+        return False  # what they save may have other numbers
     if is_any_autocast() and torch.is_autocast_enabled(input.device.type):
         return torch.float64 not in (input.dtype, weight.dtype) and input.is_floating_point()
     return bool(input.dtype is weight.dtype)
