@@ -219,6 +219,11 @@ def saved_elsewhere(layer: Layer, x: torch.Tensor) -> torch.Tensor:
         return by_layer(layer, x)
 
 
+def saved_otherwise(layer: Layer, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1.5, lambda t: t):
+        return by_layer(layer, x)
+
+
 def of_one_row(layer: Layer, x: torch.Tensor) -> torch.Tensor:
     return by_layer(layer, x[0])
 
@@ -252,7 +257,8 @@ USES: dict[str, Callable[[Layer, torch.Tensor], torch.Tensor]] = {
         *(changed_in_place, checkpointed, checkpointed_by_a_backward_of_its_own),
         *(with_a_penalty_on_the_gradient, with_a_gradient_in_between, differentiated_in_backward),
         *(by_transform, by_tangents, in_a_mode, under_autocast, penalised_under_autocast),
-        *(saved_elsewhere, of_one_row, without_gradient, of_a_broadcast, of_channels_last),
+        *(saved_elsewhere, saved_otherwise, of_one_row, without_gradient),
+        *(of_a_broadcast, of_channels_last),
     )
 }
 
