@@ -63,7 +63,7 @@ MUTATIONS = (
     ),
     Mutation(
         "memory and speed are swapped",
-        "tensorflow/planning/placement.py",
+        "tensorflow/planning/layers.py",
         '{"memory": 0.95, "speed": 0.5}',
         '{"memory": 0.5, "speed": 0.95}',
         (

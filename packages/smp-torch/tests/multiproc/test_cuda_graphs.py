@@ -54,8 +54,6 @@ def test_models(worlds: Worlds, name: str, order: str) -> None:
     reason = NETS[name][1]
     if name in ("dropout", "compiled") and torch.cuda.is_available():
         reason = ""
-    if name == "rebinds":
-        reason = ""  # what a module keeps is lent to its next pass, as an input
     told = [line for _, _, lines in found for line in lines]
     if reason:
         assert _is_told(reason, told), told

@@ -7,6 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -591,3 +592,9 @@ def test_nothing_is_left_outside() -> None:
     x = torch.ones(2, IN, requires_grad=True)
     out = that_can_wait(functional.linear)(x, layer.weight)
     assert type(out.grad_fn).__name__ != "_ProductBackward"
+
+
+def test_a_layer_whose_forward_a_script_has_replaced_computes_that() -> None:
+    x = torch.ones(2, 3)
+    with mock.patch.object(nn.Linear, "forward", lambda layer, x: x * 2), putting_off():
+        assert torch.equal(nn.Linear(3, 3)(x), x * 2)

@@ -54,6 +54,8 @@ def kept_for(optimizer: Any, shape: Sequence[int], dtype: Any) -> Kept:
     Raises:
         Exception: the optimizer cannot be copied, or not be built.
     """
+    if scales(optimizer):
+        optimizer = optimizer.inner_optimizer  # beside which there are two scalars
     with tf.init_scope():
         config = optimizer.get_config()
     with tf.Graph().as_default() as graph:
@@ -70,9 +72,8 @@ def kept_for(optimizer: Any, shape: Sequence[int], dtype: Any) -> Kept:
         kept = sum(_size(variable) for variable in made.values() if variable.shape.rank)
         before = set(graph.get_operations())
         try:
-            inner = copied.inner_optimizer if scales(copied) else copied
             gradient = tf.compat.v1.placeholder(dtype, list(shape))
-            inner.update_step(gradient, stand_in, tf.compat.v1.placeholder(dtype, []))
+            copied.update_step(gradient, stand_in, tf.compat.v1.placeholder(dtype, []))
         except Exception:  # of Keras 2, or with a signature of its own
             logger.debug("the update of %r is not counted", optimizer, exc_info=True)
             return Kept(float(kept))

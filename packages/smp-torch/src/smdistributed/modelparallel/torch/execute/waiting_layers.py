@@ -43,7 +43,9 @@ def that_can_wait(function: Any) -> Any:
 @contextlib.contextmanager
 def putting_off() -> Iterator[None]:
     """Inside, layers compute so that a backward pass can put the gradients of weights off."""
-    computing = {kind: (kind.forward, _computing(kind)) for kind in _classes()}
+    computing = {
+        kind: (kind.forward, _computing(kind)) for kind in _classes() if _has_own_forward(kind)
+    }
     with functions_that_wait():
         for kind, (forward, compute) in computing.items():
             kind.forward = _waiting_forward(forward, compute)
@@ -58,6 +60,12 @@ def _classes() -> list[Any]:
     """Returns the layers that multiply with a weight, their own or that of Transformers."""
     module = sys.modules.get("transformers.pytorch_utils")
     return [nn.Linear, *_CONVOLUTIONS, *([module.Conv1D] if module is not None else [])]
+
+
+def _has_own_forward(kind: Any) -> bool:
+    """Whether a class computes as it is written, and no script has replaced its forward."""
+    code = getattr(kind.forward, "__code__", None)
+    return code is not None and code.co_filename == sys.modules[kind.__module__].__file__
 
 
 def _computing(kind: Any) -> Callable[[Any, Any], Any]:
