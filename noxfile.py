@@ -82,6 +82,7 @@ LONGEST = "--durations=40"
 KERAS_2_SMOKE = (
     *("packages/smp-tf/tests/unit", "packages/smp-tf/tests/multiproc"),
     *("-k", "unit or pp2-cnn or pp2-lstm or pp2-zigzag or legacy or get_gradients"),
+    *("-m", "multiproc or not slow"),  # of units what every run tries
 )
 #: Files of tests that can use CUDA devices, as far as there are enough.
 ON_DEVICES = {
