@@ -174,7 +174,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "order": (240, 960),
         "views": (720, 1440),
         "repeated": (460, 920),
-        "recomputed": (9, 720),
+        "recomputed": (287, 720),
         "around": (0, 24),
         "gradients": (0, 512),
         "asked": (0, 680),

@@ -109,6 +109,13 @@ def test_numbers_along_the_sequence(x: torch.Tensor, call: Any) -> None:
     assert not is_short(*call(x))
 
 
+def test_windows_fit_into_blocks_or_not(x: torch.Tensor) -> None:
+    found = proven(torch.Tensor.view, x, 2, -1, 2, WIDTH)
+    assert found is not None
+    for length, is_fit in ((4004, False), (4008, True)):
+        assert short.fits(found, [torch.Size([2, length // 2, 2, WIDTH])], RANKS) is is_fit
+
+
 def test_labels_of_which_every_rank_has_all() -> None:
     logits, labels = torch.zeros(LENGTH, 5), torch.zeros(LENGTH, dtype=torch.long)
     ways = ((Layout(0),), (None, Layout(0)))

@@ -46,7 +46,7 @@ from smdistributed.modelparallel.torch.context_parallel.proof import (
 )
 from smdistributed.modelparallel.torch.context_parallel.refusals import refused
 from smdistributed.modelparallel.torch.context_parallel.seeing import RunMode
-from smdistributed.modelparallel.torch.context_parallel.short import shortened
+from smdistributed.modelparallel.torch.context_parallel.short import fits, shortened
 from smdistributed.modelparallel.torch.context_parallel.way import (
     ARGUMENTS,
     Held,
@@ -451,20 +451,9 @@ class PieceRun(RunMode):
         )
         for short in candidates:
             found = self._found(call, short.whole, short.own, short.given)
-            if found is not None and self._fits(found.proof, whole.results):
+            if found is not None and fits(found.proof, whole.results, self.group.size):
                 return _Found(call.leaves, found.proof)
         return None
-
-    def _fits(self, proof: Proof, shapes: Sequence[torch.Size]) -> bool:
-        """Whether results of the long sequence can be cut as those of a short one.
-
-        A window of two tokens fits into a block of eight, and not into one of 1001.
-        """
-        return all(
-            result.layout is None
-            or result.layout.divides(shape[result.layout.dim], self.group.size)
-            for result, shape in zip(proof.results, shapes, strict=False)
-        )
 
     def _found(
         self,

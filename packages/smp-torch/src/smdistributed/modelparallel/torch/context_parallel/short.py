@@ -29,7 +29,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.context_parallel.calls import put_together
 from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS
-from smdistributed.modelparallel.torch.context_parallel.proof import Given
+from smdistributed.modelparallel.torch.context_parallel.proof import Given, Proof
 
 #: A call with more numbers than these has a long sequence.
 LONG = 2**24
@@ -166,6 +166,22 @@ def shortened(
         in_short = _operations(function, spec, of_whole, short.given) if has_large else None
         if not has_large or _are_alike(in_long, in_short):
             yield short
+
+
+def fits(proof: Proof, shapes: Sequence[torch.Size], num_ranks: int) -> bool:
+    """Whether results of the long sequence can be cut as those of a short one.
+
+    A window of two tokens fits into a block of eight, and not into one of 1001.
+
+    Args:
+        proof: of the call with a short sequence.
+        shapes: of the results of the one with a long sequence.
+        num_ranks: that share it.
+    """
+    return all(
+        result.layout is None or result.layout.divides(shape[result.layout.dim], num_ranks)
+        for result, shape in zip(proof.results, shapes, strict=False)
+    )
 
 
 class _Shape:
