@@ -84,7 +84,7 @@ _PACKS = {
 }
 _PACKED = (
     "from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence\n"
-    "{{indent}}lengths = 1 + (t.detach()[:, 0] > 0).long()\n"
+    "{{indent}}lengths = 1 + (t.detach()[:, 0] > 0).long().cpu()\n"
     "{{indent}}t = pad_packed_sequence(self.cell({packs})[0], True)[0][:, 0]"
 )
 _FORWARD = """

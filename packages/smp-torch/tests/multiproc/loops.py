@@ -625,7 +625,10 @@ def _distributed(loop: Loop) -> Run:
 
 def outcome(loop: Loop) -> str:
     """Runs a loop in this job; returns what became of it; see ``outcome_of``."""
-    wanted = _alone(loop)
+    try:
+        wanted = _alone(loop)
+    except (RuntimeError, TypeError, BufferError) as error:
+        return f"no script: {error}"  # plain PyTorch refuses it, as on a GPU
     state = wanted.model.state_dict()
     try:
         found = _distributed(loop)

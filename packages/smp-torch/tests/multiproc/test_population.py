@@ -31,6 +31,7 @@ import pytest
 import recomputed
 import repeated_writes
 import several_gradients
+import shown
 import torch
 import uses
 import views
@@ -67,6 +68,7 @@ STRIDES = {
     "features": 128,
     "derived": 523,
     "at rest": 40,
+    "shown": 285,
 }
 
 
@@ -148,11 +150,12 @@ POPULATIONS = {
     "features": mixed(kept_features.KEPT),
     "derived": mixed(derived_numbers.DERIVED),
     "at rest": mixed(at_rest.ACTS),
+    "shown": mixed(shown.SHOWS),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
     *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
-    *("features", "derived"),
+    *("features", "derived", "shown"),
 )
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
@@ -182,6 +185,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "features": (128, 256),
         "derived": (0, 1046),
         "at rest": (0, 120),
+        "shown": (0, 570),
     },
     "sdp2": {"loops": (0, 80), "parameters": (12, 24), "roads": (0, 40), "at rest": (40, 120)},
     "tp2": {"at rest": (91, 120)},
@@ -296,6 +300,11 @@ def try_repeated(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(repeated_writes.REPEATED[name]()) for name in names}
 
 
+def try_shown(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some layers whose results show what they keep."""
+    return {name: uses.outcome(shown.SHOWS[name]) for name in names}
+
+
 def try_recomputed(names: Sequence[str]) -> dict[str, Any]:
     """Returns what became of some checkpointed calls that write state."""
     return {name: uses.outcome(recomputed.RECOMPUTED[name]) for name in names}
@@ -359,6 +368,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "asked gradients": try_asked_gradients,
     "features": try_features,
     "derived": try_derived,
+    "shown": try_shown,
     "at rest": try_at_rest,
 }
 
@@ -521,7 +531,7 @@ def try_scripts(worlds: Worlds, world: str, kind: str, names: Sequence[str]) -> 
     num_scripts = len(names) - counts["no script"]
     # By one function of several, a hook of several gradients, or what a module overwrites.
     is_often_refused = kind in (
-        *("order", "writes", "repeated", "gradients", "asked gradients", "derived"),
+        *("order", "writes", "repeated", "gradients", "asked gradients", "derived", "shown"),
     )
     assert counts["exact"] >= num_scripts // (7 if is_often_refused else 3)
     assert world not in IN_PARTS or counts["exact"] >= num_scripts * 3 // 4

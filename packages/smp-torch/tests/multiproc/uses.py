@@ -148,6 +148,8 @@ _RECURRENT = """
         return nn.utils.rnn.pad_packed_sequence(layer(pack)[0], total_length=2)[0].sum(0)
 """
 
+_SHOWN_BUFFER = "self.register_buffer('kept', torch.ones(4))"
+
 USES = {
     # Hooks
     "hook of an activation": Use(glue="x.register_hook(lambda g: 2 * g)"),
@@ -1024,6 +1026,23 @@ USES = {
         """,
         init="self.third = Router(4, 4)",
         loss="loss = ((out - y) ** 2).mean() + NET.third.penalty",
+    ),
+    "array of a buffer, read": Use(
+        init=_SHOWN_BUFFER, glue="x = x * float(self.kept.numpy().sum())"
+    ),
+    "array of a buffer, written": Use(init=_SHOWN_BUFFER, late="self.kept.numpy()[:] += 0.1"),
+    "array of a buffer, written by a tensor": Use(
+        init=_SHOWN_BUFFER, glue="torch.from_numpy(self.kept.numpy()).add_(0.1)"
+    ),
+    "array of a buffer of a layer, written": Use(
+        top="""
+            class Adding(nn.Linear):
+                def forward(self, x):
+                    self.kept.detach().numpy()[:] += 0.1
+                    return super().forward(x) * self.kept
+        """,
+        init="self.adding = Adding(4, 4); self.adding.register_buffer('kept', torch.ones(4))",
+        late="x = self.adding(x)",
     ),
     "two packed recurrent layers": Use(
         top=_RECURRENT,

@@ -191,6 +191,20 @@ def test_state_that_would_end_otherwise_is_refused(around: Callable[..., Any]) -
     plan(around, lambda net: net.eval())
 
 
+def test_what_gives_something_else_again_is_refused_before_another_partition() -> None:
+    """In one process that is what the other modules are given again."""
+
+    def keep_a_log(net: Net) -> None:
+        net.norm = Logging()  # type: ignore[assignment]
+
+    def across(net: Net, x: torch.Tensor) -> Any:
+        return once(lambda x: net.other(net.norm(x)), x)
+
+    with pytest.raises(UnsupportedError, match=r"norm .* with modules on another partition"):
+        plan(across, keep_a_log)
+    plan(lambda net, x: net.other(once(net.norm, x)), keep_a_log)
+
+
 def test_what_a_checkpointed_call_is_inside_of() -> None:
     outer = Region(0, Again.AS_NEEDED)
     found = plan(nested, lambda net: net.eval())

@@ -17,7 +17,7 @@ from smdistributed.modelparallel.common.planning.pass_costs import OPERATIONS_A_
 from smdistributed.modelparallel.torch.compat.private.modes import past_recording
 from smdistributed.modelparallel.torch.record.costs import flops
 from smdistributed.modelparallel.torch.record.costs.flops import FlopCounter
-from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.costs.meter import Meter, _may_draw
 from smdistributed.modelparallel.torch.tensors.writes import writes_of
 
 aten = torch.ops.aten
@@ -166,3 +166,13 @@ def test_on_a_gpu_attention_in_half_precision_is_no_product_of_wider_numbers() -
     attention = aten._scaled_dot_product_flash_attention.default
     flops, moved, *_ = FlopCounter().count(attention, (query,) * 3, {}, (query, sums))
     assert (flops, moved) == (4 * 2 * 8 * 8 * 4, 0)
+
+
+@pytest.mark.parametrize(("dropout", "draws"), [(0.0, False), (0.5, True)])
+def test_recurrent_layers_on_a_gpu_draw_if_they_drop_something(dropout: float, draws: bool) -> None:
+    cudnn = aten._cudnn_rnn.default
+    names = [argument.name for argument in cudnn._schema.arguments]
+    args: list[Any] = [None] * len(names)
+    args[names.index("dropout")] = dropout
+    assert _may_draw(cudnn, args, {}) is draws
+    assert _may_draw(aten.native_dropout.default, args, {})

@@ -31,3 +31,11 @@ def test_what_writes_besides_is_no_question(
 ) -> None:
     with pytest.raises(UnsupportedError, match="there gives what depends on data, and writes it"):
         question(function)._ask(*args, out=out)
+
+
+def test_an_array_has_memory_of_its_own() -> None:
+    """A module that stays whole writes to it twice else: when it is recorded, and in the step."""
+    kept = torch.ones(2)
+    array = question(torch.Tensor.numpy)._ask(kept)
+    array += 1
+    assert kept.tolist() == [1, 1]

@@ -16,6 +16,7 @@ from smdistributed.modelparallel.torch.record.calls.regions import Again, Region
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
+from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 #: What computes nothing may come before a region, wherever it was first read.
 _GIVEN = (NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.ATTRIBUTE)
@@ -84,6 +85,7 @@ def check_recomputed(graph: Graph, backward: Container[int]) -> None:
             if region is not None and segment in backward:
                 parts[region.number].append(part)
     for several in parts.values():
+        _check_handed_on(several)
         keeping = [part for part in several if any(node.stateful for node in part)]
         for part in keeping:
             _check_part(part, alone=len(several) == 1)
@@ -106,6 +108,14 @@ def _check_part(part: Sequence[Node], *, alone: bool) -> None:
     needed = given if node.region is not None and node.region.how is Again.REENTRANT else made
     if not alone and not any(value.requires_grad for value in needed):
         raise _refused(node, "on a partition of the checkpointed call that gets no gradients")
+
+
+def _check_handed_on(parts: Sequence[Sequence[Node]]) -> None:
+    """Refuses a module that gives something else again, to those of the call that lie elsewhere."""
+    for part in parts[:-1]:
+        for node in part:
+            if keeps_state(node.stateful):
+                raise _refused(node, "together with modules on another partition that follow it")
 
 
 def _check_order(parts: Sequence[Sequence[Node]]) -> None:

@@ -251,6 +251,7 @@ def cut(
     _check_in_place(graph, readers, returned)
     _check_state(graph)
     _check_rewrites(graph)
+    _check_shown(graph)
     with_gradient, backward = _backward_reach(graph, segments)
     _check_carried(segments, backward)
     check_recomputed(graph, backward)
@@ -330,6 +331,14 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
                 )
         if node.segment < 0 or node.target in SWITCHING_GRADIENTS:
             continue
+        for value in (*node.changes, *node.aliases):
+            maker = value.node
+            if value.source in maker.kept and maker.segment != node.segment:
+                raise UnsupportedError(
+                    f"{node.name} changes a tensor in place that {maker.name}, on another "
+                    "partition, has also put into an attribute, where it would not be seen. Use "
+                    "the out-of-place operation."
+                )
         for value in node.aliases:
             crosses = value.node.segment >= 0 and value.node.segment != node.segment
             if crosses and last_read.get(value, -1) > node.index:
@@ -383,6 +392,25 @@ def _check_rewrites(graph: Graph) -> None:
                 "so, or it keeps state and decides by its input): the gradient would depend on "
                 "the partition. Keep a copy (x.detach().clone()), or let it keep no state."
             )
+
+
+def _check_shown(graph: Graph) -> None:
+    """Refuses reading what a leaf has returned of what it keeps, after its next call.
+
+    In one process that shows what the next call has written; here it is a copy.
+    """
+    last_calls: dict[nn.Module, Node] = {}
+    for node in graph.nodes:
+        for value in node.inputs:
+            maker = value.node
+            if value.source in maker.shown and last_calls[maker.target] is not maker:
+                raise UnsupportedError(
+                    f"{node.name} reads what {maker.name} has returned of a buffer or an attribute "
+                    "of its own, after another call of that module, which may have written to it. "
+                    "Have the module return a copy (x.clone()), or read it before."
+                )
+        if node.kind is NodeKind.LEAF:
+            last_calls[node.target] = node
 
 
 def _called_again(graph: Graph) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
@@ -67,6 +68,39 @@ class Context:
         return settings(devices, self.switches)
 
 
+class Array:
+    """An array of NumPy that code between modules was given for a tensor: of memory of its own.
+
+    Args:
+        array: the array.
+        where: who has asked for it.
+        span: the call of a module that has, while modules are open; else None.
+    """
+
+    def __init__(self, array: Any, where: str, span: Span | None) -> None:
+        self._array = array
+        self._content = array.tobytes()
+        self._where = where
+        self._span = span
+
+    def check(self) -> None:
+        """Refuses what was written to it, but of a module that stays whole and does it for real.
+
+        Raises:
+            UnsupportedError: something was.
+        """
+        if self._array.tobytes() == self._content:
+            return
+        error = UnsupportedError(
+            f"{self._where} has given an array of NumPy, which was written to, in code that is "
+            "split over partitions: the tensor would not show it. Write to the tensor inside a "
+            "module that stays whole, or between two calls of step functions."
+        )
+        if self._span is None:
+            raise error
+        self._span.refused = lambda name: error
+
+
 class Microbatch:
     """See the top.
 
@@ -87,9 +121,12 @@ class Microbatch:
         contents: what is known to be in them.
         aliases: by id, fakes that a leaf has made anew, and those that stand for the same in the
             trace.
+        stood_in: by id, fakes for tensors that modules have returned without computing them from
+            fakes.
         specs: by id, how tensors look now that calls have changed the looks of.
         grown: what leaves have added to containers that others see.
         pending: the numbers that were taken from activations.
+        arrays: of NumPy that code between modules was given.
         overwritten: the memory that a leaf has written to since it called the hook that runs now.
         given: the question that was asked last without an entry for its answer, and the answer.
         ahead: asks questions about activations.
@@ -113,6 +150,7 @@ class Microbatch:
         self.at = trace.start
         self.constants = Constants()
         self.pending: list[PendingNumber] = []
+        self.arrays: list[Array] = []
         self.given: tuple[Question, Any] | None = None
         self.ahead: Ahead | None = None
         self.overwritten: frozenset[int] = frozenset()
@@ -126,6 +164,7 @@ class Microbatch:
         self.objects: dict[Carried, Any] = {}
         self.contents: dict[Carried, Contents] = {}
         self.aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.stood_in: dict[int, torch.Tensor] = {}
         self.specs: dict[int, TensorSpec] = {}
         self.grown: list[Growth] = []
         self.log: list[Entry] = []

@@ -290,7 +290,7 @@ class Recorder(TorchFunctionMode):
         now.ahead = Ahead(self._context, now, self._known, self._new.make, self._attributes)
         self._outside = OutsideHooks(self._context, now, self._attributes, self._gradients)
         parts = self._known, self._attributes, self._gradients, self._outside
-        self._leaves = LeafCalls(self._context, now, *parts)
+        self._leaves = LeafCalls(self._context, now, *parts, self._new.copy)
         self._state.begin()
         self._calls.begin()
 
@@ -302,6 +302,9 @@ class Recorder(TorchFunctionMode):
     def _finish(self, result: Any) -> Passed:
         now = self._now
         self._calls.finish()
+        arrays, now.arrays = now.arrays, []  # they hold calls, and so fakes
+        for array in arrays:
+            array.check()
         numbers = tuple(each.tensor for each in now.pending)
         returned = (tuple(tensors_in(result)), numbers)
         entry = self._known.match(EntryKind.END, None, returned, {})

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.questions.ahead import depends_on_values
@@ -25,6 +26,12 @@ from smdistributed.modelparallel.torch.stepping.question_plans import Part
 from smdistributed.modelparallel.torch.stepping.state_ahead import StateAhead, places_of
 
 _HOST = torch.device("cpu")
+
+
+def _apart_from(written: Iterable[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what a part gives, or a copy where it shows state, which is put back in a moment."""
+    own = storage_of(tensor)
+    return tensor.clone() if any(storage_of(each) == own for each in written) else tensor
 
 
 class Given(NamedTuple):
@@ -170,16 +177,21 @@ class ComputedAhead:
             self._state.found(part.nodes, given.where) as written,
             contextlib.nullcontext() if is_placed else self._on_device(part, written, given.where),
         ):
-            results = part.program.run(inputs, carried, *arguments)
+            results = [
+                _apart_from(written.values(), each)
+                for each in part.program.run(inputs, carried, *arguments)
+            ]
         return dict(zip(part.nodes.outputs, results, strict=True))
 
     @contextlib.contextmanager
-    def _on_device(self, part: Part, written: Container[int], where: str) -> Iterator[None]:
+    def _on_device(
+        self, part: Part, written: Mapping[int, torch.Tensor], where: str
+    ) -> Iterator[None]:
         """Has copies of parameters on the device: those of models without a partition are not.
 
         Args:
             part: that reads them.
-            written: identities of those that it may write to.
+            written: those that it may write to, by identity.
             where: who asks, for messages.
 
         Raises:

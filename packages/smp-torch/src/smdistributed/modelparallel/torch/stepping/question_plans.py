@@ -11,6 +11,7 @@ from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.planning.parts import on_one_rank, part_giving, parts_between
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, Value
+from smdistributed.modelparallel.torch.record.questions.ahead import changed_slots
 from smdistributed.modelparallel.torch.record.questions.question import Before
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -101,8 +102,9 @@ class QuestionPlans:
             placed: the models have their partitions.
         """
         if start not in ready.parts:
-            # Of models that have no partition yet no more than needed is copied to the device.
-            singly = not placed and self._runtime.device.type != "cpu"
+            # Of models that have no partition yet no more than needed is copied to the device; in
+            # one go if code between modules writes to state, which is put back after each part.
+            singly = not (placed or self._runtime.device.type == "cpu" or _writes(ready.plan.graph))
             parts = parts_between(ready.plan, start, ready.num_nodes, singly=singly)
             ready.parts[start] = [self._part(ready.plan, each) for each in parts]
         return ready.parts[start]
@@ -114,3 +116,8 @@ class QuestionPlans:
         if nodes.rank == runtime.coordinates.pp_rank:
             program = Program(plan, nodes, runtime.device, runtime.random)
         return Part(nodes, inputs, program)
+
+
+def _writes(graph: Graph) -> bool:
+    """Whether calls between modules write to parameters or buffers."""
+    return any(True for node in graph.nodes for _ in changed_slots(node))

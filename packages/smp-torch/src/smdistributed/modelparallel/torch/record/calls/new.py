@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.record.calls.refusals import refusal
 from smdistributed.modelparallel.torch.record.microbatch import (
+    Array,
     Context,
     Microbatch,
     gradient_lost,
@@ -70,11 +71,22 @@ class NewCalls:
                     isinstance(tensor, FakeTensor) for tensor in tensors
                 ):
                     return self._make_for_real(name, lambda: call(*args, **kwargs), tensors)
-            elif not tensors and not self._state.leaf_depth and _holds_arrays((args, kwargs)):
+            elif not tensors and not self._state.leaf_depth and _arrays((args, kwargs)):
                 with past_recording():
                     return call(*args, **kwargs)
             self._now.go_live()
             return self._make_on_fakes(target, name, lambda: call(*args, **kwargs), args, kwargs)
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Writes down that a tensor is copied that no step computes; returns the copy's fake."""
+        entry = Entry(EntryKind.CALL, torch.clone, "clone", where=self._context.calls.where())
+        entry.args = self._now.template((tensor,), entry.name)
+        entry.settings = self._context.settings()
+        entry.region = self._state.region
+        fake = self._context.mode.from_tensor(tensor.detach())
+        self._now.keep_result(entry, fake)
+        self._now.add(entry)
+        return fake
 
     def draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Draws from what the user has seeded: the same numbers on every rank, for real."""
@@ -221,6 +233,8 @@ class NewCalls:
         result = question.result(answer, self._context.mode, self._context.device)
         now.keep_result(entry, result)
         now.add(entry)
+        if not self._state.leaf_depth:
+            now.arrays += [Array(each, where, now.span) for each in _arrays(result)]
         return result
 
     def _take_number(self, entry: Entry) -> Any:
@@ -237,8 +251,9 @@ def _default_device() -> dict[str, torch.device]:
     return {} if device.type == "cpu" else {"device": device}
 
 
-def _holds_arrays(obj: Any) -> bool:
-    return any(type(each).__module__ == "numpy" for each in opaque_objects(obj))
+def _arrays(obj: Any) -> list[Any]:
+    """Returns the arrays of NumPy in a structure."""
+    return [each for each in opaque_objects(obj) if type(each).__module__ == "numpy"]
 
 
 def _check_out(entry: Entry, out: Any, specs: Sequence[tuple[torch.Tensor, TensorSpec]]) -> None:

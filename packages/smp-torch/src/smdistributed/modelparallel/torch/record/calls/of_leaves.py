@@ -13,6 +13,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, attributes_of
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
     ActivationGradients,
 )
@@ -70,6 +71,9 @@ from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied
 from smdistributed.modelparallel.torch.trial.passes import PassTrial
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
+#: Where modules have their parameters and buffers.
+_SLOTS = ("_parameters", "_buffers")
+
 
 class LeafCalls:
     """Stands in for the calls of a model's modules.
@@ -81,6 +85,7 @@ class LeafCalls:
         attributes: of the leaves.
         gradients: that code looks at.
         outside: calls hooks that are lifted out of leaves.
+        make_copy: see ``NewCalls.copy``.
     """
 
     def __init__(
@@ -91,8 +96,10 @@ class LeafCalls:
         attributes: LeafAttributes,
         gradients: ActivationGradients,
         outside: OutsideHooks,
+        make_copy: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._context = context
+        self._make_copy = make_copy
         self._gradients = gradients
         self._outside = outside
         self._now = now
@@ -231,6 +238,7 @@ class LeafCalls:
                     with self._gradients.aside():
                         alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
                 run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
+                result = self._computed(run.result, (args, kwargs), self._stand_in)
                 now.grown += run.grown
                 entry.grown = run.grown
                 entry.left = [each for each in run.grown if each.is_own]
@@ -239,7 +247,7 @@ class LeafCalls:
                 entry.hook_calls = run.hook_calls
                 entry.borrowed = self._borrowed(entry, run.borrowed)
                 self._lend(entry, run.done)
-                self._complete(entry, run.result, run.changes, handed)
+                self._complete(entry, result, run.changes, handed)
             if (left := _left_behind(entry, given)) is not None:
                 raise left
             if alike is not None and alike != run.lines:
@@ -250,7 +258,7 @@ class LeafCalls:
             self.end(entry)
         self._gradients.settle()
         self._outside.run(entry, run.made)
-        return run.result
+        return result
 
     def lift(self, entry: Entry) -> None:
         """Notes what is lifted out of a leaf."""
@@ -292,12 +300,51 @@ class LeafCalls:
     ) -> None:
         """Completes the entry of a leaf's call, after the call."""
         self._now.keep_result(entry, result)
+        slots = [each for each in changes if each.owner and each.owner.attribute in _SLOTS]
+        kept = self._scene.storages | _memory_in(slots)
+        entry.shown = frozenset(
+            path
+            for path, tensor in entry.outputs
+            if id(tensor) in self._now.stood_in or _lies_in(tensor, kept)
+        )
+        left = _memory_in(changes)
+        entry.kept = frozenset(path for path, each in entry.outputs if _lies_in(each, left))
         entry.effects = [
             (carried, contents.effects())
             for carried, contents in handed.items()
             if not contents.is_current()
         ]
         entry.changes = list(changes)
+
+    def _computed(
+        self, result: Any, given: Any, fake_for: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
+        """Returns what a module gives, with fakes for what it has computed from none.
+
+        Such are tensors that it keeps in attributes, and what it makes of these alone: Python that
+        comes after it may not take their numbers of this moment for those of every step.
+        """
+        own = {id(each) for each in tensors_in(given)}
+        found = {
+            id(each)
+            for each in tensors_in(result)
+            if type(each) is torch.Tensor and not each.requires_grad and id(each) not in own
+        }
+        if not found:
+            return result
+        return map_tensors(result, lambda each: fake_for(each) if id(each) in found else each)
+
+    def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a fake for a tensor that a leaf gives."""
+        fake = self._context.mode.from_tensor(tensor.detach())
+        self._now.stood_in[id(fake)] = fake
+        return fake
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns one for what a module gives that may turn out to be split: a copy, then."""
+        fake = self._make_copy(tensor)
+        self._now.stood_in[id(fake)] = fake
+        return fake
 
     def _borrowed(
         self, entry: Entry, read: Iterable[torch.Tensor], made: Collection[int] = ()
@@ -378,6 +425,8 @@ class LeafCalls:
         try:
             with large_arrays_copied():
                 result = self._calls.call(call, module, *args, **kwargs)
+            with self._state.pausing():
+                result = self._computed(result, (args, kwargs), self._copy)
         except BaseException:
             span.failed = True
             raise
@@ -597,3 +646,17 @@ def _left_behind(entry: Entry, given: _Items) -> UnsupportedError | None:
                 "the tensor."
             )
     return None
+
+
+def _memory_in(changes: Iterable[Change]) -> set[int]:
+    """Returns the memory of tensors that a leaf has put somewhere, such as attributes."""
+    return {
+        storage_of(tensor)
+        for change in changes
+        for tensor in tensors_in(change.now)
+        if tensor.layout is torch.strided
+    }
+
+
+def _lies_in(tensor: torch.Tensor, memory: Collection[int]) -> bool:
+    return tensor.layout is torch.strided and storage_of(tensor) in memory

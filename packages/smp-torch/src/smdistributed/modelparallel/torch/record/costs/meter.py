@@ -272,15 +272,22 @@ def _is_view(func: Any) -> bool:
 
 
 def _may_draw(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call of an operation that can draw does: attention without dropout does not."""
-    position = _position_of_dropout(func)
-    if position is None:
+    """Whether a call of an operation that can draw does.
+
+    Attention, and recurrent layers on a GPU, do not if they drop nothing.
+    """
+    found = _dropout_of(func)
+    if found is None:
         return True
-    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    position, name = found
+    given = args[position] if position < len(args) else kwargs.get(name, 0.0)
     return bool(given != 0.0)
 
 
 @functools.cache
-def _position_of_dropout(func: Any) -> int | None:
-    names = [argument.name for argument in func._schema.arguments]
-    return names.index("dropout_p") if "dropout_p" in names else None
+def _dropout_of(func: Any) -> tuple[int, str] | None:
+    """Returns which argument of an operation is a probability to drop what it computes with."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout", "dropout_p"):
+            return position, argument.name
+    return None

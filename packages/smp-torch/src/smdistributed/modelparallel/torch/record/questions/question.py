@@ -27,6 +27,8 @@ from smdistributed.modelparallel.torch.tensors.functions import SELECTING
 from smdistributed.modelparallel.torch.tensors.nested import (
     equal,
     fill,
+    map_tensors,
+    opaque_objects,
     placeholders,
     template,
     tensors_in,
@@ -172,6 +174,10 @@ class Question:
         given = tensors_in((args, kwargs))
         versions = list(map(version_of, given))
         result = self.function(*args, **kwargs)
+        if opaque_objects(result):
+            # An array may lie in the memory of a buffer, which the step is to write to.
+            args, kwargs = map_tensors((args, kwargs), _copy)
+            result = self.function(*args, **kwargs)
         if versions != list(map(version_of, given)):
             raise UnsupportedError(
                 f"{self.where} gives what depends on data, and writes it to a tensor (out=, say), "
@@ -208,6 +214,10 @@ class Question:
 def same_answer(one: Any, other: Any) -> bool:
     """Whether two answers lead the same way."""
     return equal(one, other, lambda a, b: a is b or (isinstance(a, (_Shape, _Sizes)) and a == b))
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def _tuple(numbers: Any) -> Any:

@@ -178,6 +178,8 @@ class Values:
             decides=entry.decides,
             in_turn=entry.in_turn,
             rewrites=entry.rewrites,
+            shown=entry.shown,
+            kept=entry.kept,
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
             outside=tuple({spot: None for spot, is_lifted in entry.hooks if is_lifted}),
@@ -294,6 +296,8 @@ class Values:
             old = self._known[id(tensor)]
             sharing = [each for each in self._sharing[storage_of(tensor)] if each[1] is not old]
             node.aliases += [value for _, value in sharing]
+            if self._state.is_glue:
+                _check_shown(entry, (old, *node.aliases))
             node.changes.append(old)
             for value in (old, *node.aliases):
                 value.is_changed = True
@@ -516,3 +520,14 @@ def _text(tensor: torch.Tensor) -> str:
     with past_recording():
         value = f" {tensor.tolist()}" if tensor.numel() == 1 and not tensor.is_meta else ""
         return f"constant {tuple(tensor.shape)} {tensor.dtype}{value}"
+
+
+def _check_shown(entry: Entry, written: Iterable[Value]) -> None:
+    """Refuses writes to what a leaf has shown of what it keeps: other code gets a copy of that."""
+    for value in written:
+        if value.node.kind is NodeKind.LEAF and value.source in value.node.shown:
+            raise UnsupportedError(
+                f"{entry} writes to what {value.node.name} has returned of a parameter, a buffer "
+                "or an attribute of its own, which may lie on another partition. Write to a copy "
+                "(x = x.clone()), or inside that module."
+            )
