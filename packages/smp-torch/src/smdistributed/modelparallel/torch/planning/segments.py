@@ -457,9 +457,11 @@ def _read(node: Node) -> Iterator[Value]:
     yield from node.changed_views
 
 
-def _passes_on(node: Node) -> bool:
-    """Whether gradients may flow through a node."""
-    return any(value.requires_grad for value in node.outputs)
+def _passing(node: Node) -> Iterable[Value]:
+    """Returns the values to which gradients may flow through a node."""
+    if not node.grad_enabled:
+        return node.changes  # the tensor is another by number alone
+    return _read(node) if any(value.requires_grad for value in node.outputs) else ()
 
 
 def _backward_reach(graph: Graph, segments: list[SegmentNodes]) -> tuple[set[Value], set[int]]:
@@ -480,8 +482,7 @@ def _backward_reach(graph: Graph, segments: list[SegmentNodes]) -> tuple[set[Val
             continue
         backward.add(value.node.segment)
         segment = segments[value.node.segment]
-        passing = (node for node in segment.nodes if node.grad_enabled and _passes_on(node))
-        read = {each for node in passing for each in _read(node)}
+        read = {each for node in segment.nodes for each in _passing(node)}
         for needed in segment.inputs:
             if needed.requires_grad and needed in read and needed not in with_gradient:
                 pending.append(needed)
