@@ -340,8 +340,13 @@ class Program:
             # Several segments and replays start from it: change a copy.
             return [f"v{value.index} = {given}{'.clone()' if value.is_changed else ''}"]
         if node.kind is NodeKind.ATTRIBUTE:
-            module, name = node.target
-            return [f"v{node.outputs[0].index} = getattr({self._constant(module)}, {name!r})"]
+            (module, name), value = node.target, node.outputs[0]
+            # The microbatch changes a copy, which its backward pass may read.
+            is_copy = node.target in self._plan.graph.buffers or (
+                value.replicated and value.is_changed
+            )
+            read = f"getattr({self._constant(module)}, {name!r})"
+            return [f"v{value.index} = {read}{'.clone()' if is_copy else ''}"]
         arguments = [self._expression(item) for item in node.args]
         arguments += [f"{key}={self._expression(item)}" for key, item in node.kwargs.items()]
         seeded = "" if node.draw is None else f"with drawing(*{node.draw!r}): "

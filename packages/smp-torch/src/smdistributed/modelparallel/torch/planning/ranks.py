@@ -9,6 +9,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind
+from smdistributed.modelparallel.torch.record.trace.buffers import KeptBuffer
 
 
 class Ranks:
@@ -28,8 +29,11 @@ class Ranks:
     ) -> None:
         self._partition_of = partition_of
         self._owner_of = owner_of
+        self._graph = graph
         self._current = 0
         self._travelling = self._find_travelling(graph)
+        #: Of the buffers that the graph changes, those whose last value is made on some rank.
+        self._buffers: dict[Slot, int] = self._find_buffers(graph)
 
     def place(self, node: Node) -> bool:
         """Gives the next node its rank.
@@ -38,9 +42,12 @@ class Ranks:
             whether it runs there alone. Others run wherever they are needed, and parameters are
             read where they lie.
         """
-        if node.replicated or node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
+        slot = changed_buffer(self._graph, node)
+        if slot is not None:
+            node.rank = self._buffers.setdefault(slot, self._current)
+        elif node.replicated or node.kind in (NodeKind.INPUT, NodeKind.CONSTANT):
             return False
-        if node.kind is NodeKind.ATTRIBUTE:
+        elif node.kind is NodeKind.ATTRIBUTE:
             node.rank = self._owner_of(node.target)
             if node not in self._travelling:
                 return False
@@ -52,6 +59,23 @@ class Ranks:
             node.rank = rank_of_glue(node, self._current)
         self._current = node.rank
         return True
+
+    def _find_buffers(self, graph: Graph) -> dict[Slot, int]:
+        """Returns the ranks that make the last value of buffers which the graph changes."""
+        ranks: dict[Node, int] = {}
+        found: dict[Slot, int] = {}
+        for node in graph.nodes if graph.buffers else ():
+            slot = changed_buffer(graph, node)
+            makers = [each.node for each in node.inputs if each.node in ranks]
+            if node.kind is NodeKind.LEAF:
+                ranks[node] = self._partition_of[node.target]
+            elif node.kind is NodeKind.ATTRIBUTE and slot is None and not node.replicated:
+                ranks[node] = self._owner_of(node.target)
+            elif makers:
+                ranks[node] = ranks[max(makers, key=lambda maker: maker.index)]
+            if isinstance(node.target, KeptBuffer) and slot is not None and node in ranks:
+                found[slot] = ranks[node]
+        return found
 
     def _find_travelling(self, graph: Graph) -> set[Node]:
         """Returns the parameters that leave their partition as they are.
@@ -73,6 +97,14 @@ class Ranks:
             if value.node.kind is NodeKind.ATTRIBUTE and not value.replicated
         ]
         return {value.node for value in (*handed, *ends)}
+
+
+def changed_buffer(graph: Graph, node: Node) -> Slot | None:
+    """Returns the buffer that a node reads or keeps, if the graph changes it; else None."""
+    if isinstance(node.target, KeptBuffer):
+        return node.target.module, node.target.name
+    is_changed = node.kind is NodeKind.ATTRIBUTE and node.target in graph.buffers
+    return node.target if is_changed else None
 
 
 def rank_of_glue(node: Node, current: int) -> int:

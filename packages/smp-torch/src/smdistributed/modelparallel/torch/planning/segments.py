@@ -321,8 +321,10 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
     last_read |= dict.fromkeys(returned, len(graph.nodes))
     for node in graph.nodes:
         for value in (*node.changes, *node.aliases):
-            # Without a backward pass a parameter changes on its rank, microbatch by microbatch.
-            if value.node.kind is NodeKind.ATTRIBUTE and (graph.roots or value.replicated):
+            # Without a backward pass a parameter changes on its rank, microbatch by microbatch. Of
+            # a buffer of a split module a copy changes.
+            is_copy = value.replicated or value.node.target in graph.buffers
+            if value.node.kind is NodeKind.ATTRIBUTE and graph.roots and not is_copy:
                 raise UnsupportedError(
                     f"{node.name} changes {value.node.name} in place, in code that is split over "
                     "partitions: other partitions and microbatches would not see it when one "

@@ -312,6 +312,15 @@ class Node:
         )
 
 
+def changed_attributes(node: Node) -> Iterator[Value]:
+    """Yields the parameters and buffers that a call between modules changes."""
+    for value in (*node.changes, *node.aliases):
+        while isinstance(value.source, Value):
+            value = value.source
+        if value.node.kind is NodeKind.ATTRIBUTE:
+            yield value
+
+
 def _facts(value: Value) -> tuple[object, ...]:
     source = value.source.index if isinstance(value.source, Value) else value.source
     return (value.index, source, value.shape, value.dtype, value.device, value.requires_grad)
@@ -348,6 +357,18 @@ class HookedGradient(NamedTuple):
     final: Value
 
 
+class ChangedBuffer(NamedTuple):
+    """What a microbatch makes of a buffer of a split module.
+
+    Attributes:
+        value: what it is in the end.
+        known: the same, where every rank can compute it before the step runs; else None.
+    """
+
+    value: Value
+    known: Value | None
+
+
 class Graph:
     """One captured microbatch.
 
@@ -360,6 +381,7 @@ class Graph:
         numbers: the values that the step function took numbers from.
         written: what the arguments that it changed in place have become, by their positions.
         kept: the values that code between modules stored where they outlive the microbatch.
+        buffers: of split modules, what becomes of those that it changes.
         constants: what each microbatch reads besides its arguments, in the order of the nodes'
             targets.
     """
@@ -374,6 +396,7 @@ class Graph:
         self.numbers: list[Value] = []
         self.written: dict[int, Value] = {}
         self.kept: list[Value] = []
+        self.buffers: dict[tuple[nn.Module, str], ChangedBuffer] = {}
         self.constants: list[Any] = []
 
     def names(self) -> list[str]:
@@ -471,6 +494,8 @@ class Graph:
             and {position: value.index for position, value in self.written.items()}
             == {position: value.index for position, value in other.written.items()}
             and [value.index for value in self.kept] == [value.index for value in other.kept]
+            and [(slot, each.value.index) for slot, each in self.buffers.items()]
+            == [(slot, each.value.index) for slot, each in other.buffers.items()]
             and equal(self.result, other.result, _same_value)
         )
 

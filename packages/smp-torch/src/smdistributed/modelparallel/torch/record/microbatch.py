@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, FakeTensorMode
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns
 from smdistributed.modelparallel.torch.record.leaves.spans import Span
@@ -109,6 +110,7 @@ class Microbatch:
         trace: of microbatches like this one.
         call: the arguments of the user's function.
         decisions: answers questions about data.
+        buffer: returns what a buffer of a split module holds when the microbatch begins.
 
     Attributes:
         real_inputs: the tensors of the arguments; fakes where they are not known.
@@ -141,8 +143,10 @@ class Microbatch:
         trace: Trace,
         call: tuple[Sequence[Any], Mapping[str, Any]],
         decisions: Decisions,
+        buffer: Callable[[nn.Module, str], Any],
     ) -> None:
         self._context = context
+        self._buffer = buffer
         self.trace = trace
         self.call = call
         self.decisions = decisions
@@ -175,10 +179,10 @@ class Microbatch:
 
     # What is there
 
-    def new_values(self) -> Values:
-        """Returns what stands for what at the start."""
+    def new_values(self, changed: Container[Slot] = ()) -> Values:
+        """Returns what stands for what at the start; see ``Values``."""
         context = self._context
-        return Values(context.scene, context.state, self.trace, context.calls.where)
+        return Values(context.scene, context.state, self.trace, context.calls.where, changed)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what stands for a tensor: of a model's own tensors the fake."""
@@ -221,7 +225,7 @@ class Microbatch:
         # What one rank computes for an answer is no cost of the model: all must count alike.
         with context.calls.uncounted():
             return self.decisions.answer(
-                lambda: question.answer(given, context.random.drawing, context.scene.real_of),
+                lambda: question.answer(given, context.random.drawing, self._buffer),
                 question.where,
             )
 

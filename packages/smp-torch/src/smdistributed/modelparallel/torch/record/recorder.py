@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     is_of_fakes,
     quiet_fakes,
 )
+from smdistributed.modelparallel.torch.record.buffers_before import Earlier, buffer_before
 from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
     OF_GRADIENTS,
     ActivationGradients,
@@ -63,6 +64,12 @@ from smdistributed.modelparallel.torch.record.questions.question import Before, 
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace import strays
+from smdistributed.modelparallel.torch.record.trace.buffers import (
+    changed_in,
+    keep_changed,
+    own_buffers,
+    take_assigned,
+)
 from smdistributed.modelparallel.torch.record.trace.overwritten import (
     check_not_overwritten,
     overwritten,
@@ -114,6 +121,7 @@ class Recorder(TorchFunctionMode):
         super().__init__()
         state = RunState(bool(scene.open))
         self._scene = scene
+        self._buffers = own_buffers(scene)
         self._state = state
         self._calls = ModuleCalls(scene, state, mode, meter)
         self._context = Context(scene, mode, device, random, meter, positions(), state, self._calls)
@@ -148,6 +156,7 @@ class Recorder(TorchFunctionMode):
         function: Callable[..., Any],
         call: tuple[Sequence[Any], Mapping[str, Any]],
         decisions: Decisions,
+        earlier: Sequence[Earlier] = (),
     ) -> Passed:
         """Runs one microbatch of the user's function; inside ``on_fakes``.
 
@@ -156,11 +165,12 @@ class Recorder(TorchFunctionMode):
             function: the user's.
             call: its arguments; tensors may be fakes where they are not known.
             decisions: answers questions about data.
+            earlier: the microbatches of the step that have run.
 
         Raises:
             UnsupportedError: the function does something that the partitions could not do.
         """
-        self._begin(trace, call, decisions)
+        self._begin(trace, call, decisions, earlier)
         with self._active():
             try:
                 passed = self._call_step(function, call)
@@ -270,7 +280,7 @@ class Recorder(TorchFunctionMode):
 
     def _constant(self, way: Way, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the real tensor for one that is the same in every microbatch; else None."""
-        values = self._now.new_values()
+        values = self._now.new_values(way.graph.buffers)
         for entry in way.entries[:-1]:
             values.take(entry)
         return values.constant(tensor)
@@ -280,10 +290,12 @@ class Recorder(TorchFunctionMode):
         trace: Trace,
         call: tuple[Sequence[Any], Mapping[str, Any]],
         decisions: Decisions,
+        earlier: Sequence[Earlier] = (),
     ) -> None:
         with self._state.pausing(), torch.no_grad():
             trace.put_back()
-        self._now = now = Microbatch(self._context, trace, call, decisions)
+        buffer = functools.partial(buffer_before, earlier, self._scene.real_of)
+        self._now = now = Microbatch(self._context, trace, call, decisions, buffer)
         self._known = KnownCalls(self._context, now)
         self._new = NewCalls(self._context, now)
         self._gradients = ActivationGradients(self._context, now, self._known, self._attributes)
@@ -306,7 +318,8 @@ class Recorder(TorchFunctionMode):
         for array in arrays:
             array.check()
         numbers = tuple(each.tensor for each in now.pending)
-        returned = (tuple(tensors_in(result)), numbers)
+        assigned = take_assigned(self._buffers)
+        returned = (tuple(tensors_in(result)), numbers, assigned)
         entry = self._known.match(EntryKind.END, None, returned, {})
         opened = None
         if entry is None:
@@ -336,7 +349,8 @@ class Recorder(TorchFunctionMode):
 
     def _way(self, values: Values, log: Sequence[Entry], end: Entry) -> Way:
         """Returns the way that a log of entries has gone to its end."""
-        returned, numbers = values.arguments(end.args)
+        values = self._with_buffers_kept(values, log, end)
+        returned, numbers, _ = values.arguments(end.args)
         graph = values.graph
         graph.result, graph.numbers = list(returned), list(numbers)
         graph.written = values.written_inputs()
@@ -348,6 +362,18 @@ class Recorder(TorchFunctionMode):
                     "module on one partition."
                 )
         return Way(self._number_ways(), [*log, end], graph, values=values.known())
+
+    def _with_buffers_kept(self, values: Values, log: Sequence[Entry], end: Entry) -> Values:
+        """Returns the values of a graph that keeps what a microbatch makes of buffers."""
+        changed = changed_in(values.graph, self._buffers, end.args[2])
+        if not changed:
+            return values
+        slots = {self._buffers[key][:2] for key in changed}
+        kept = self._now.new_values(slots)
+        for entry in log:
+            kept.take(entry)
+        keep_changed(kept, values, self._buffers, changed)
+        return kept
 
     def close(self, passed: Passed) -> Way:
         """Returns the way of a microbatch that ran before the partition was decided.
@@ -412,8 +438,9 @@ class Recorder(TorchFunctionMode):
             at = entry
             if entry.kind is EntryKind.LEAF:
                 self._leaves.end(entry)
-        returned, _ = opened.end.args
-        opened.end.args = returned, tuple(each.tensor for each in passed.pending)
+        returned, _, assigned = opened.end.args
+        assigned = {key: each for key, each in assigned.items() if key in self._buffers}
+        opened.end.args = returned, tuple(each.tensor for each in passed.pending), assigned
         opened.end.way = way = self._way(values, everything, opened.end)
         at.following.append(opened.end)
         return way

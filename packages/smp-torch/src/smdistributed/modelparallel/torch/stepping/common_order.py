@@ -22,6 +22,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.schedule import Schedule
 from smdistributed.modelparallel.torch.planning.common_schedule import common_schedule, one_by_one
 from smdistributed.modelparallel.torch.planning.segments import Plan
+from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_in_turn
 from smdistributed.modelparallel.torch.planning.statistics import statistics_in_turn
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -108,6 +109,7 @@ def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
     """Returns the schedule that this rank makes of its plans."""
     config, num_ranks = runtime.config, runtime.topology.pp_size
     reasons = dict.fromkeys(reason for plan in plans for reason in plan.in_turn)
+    reasons |= dict.fromkeys(buffers_in_turn(plans))
     if not reasons:
         schedule, makespan, in_seconds = common_schedule(
             plans, num_ranks, config.pipeline, config.active_microbatches

@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.planning.segments import Plan, cut
 from smdistributed.modelparallel.torch.planning.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.planning.spread_gradients import spread_gradients
+from smdistributed.modelparallel.torch.record.buffers_before import Earlier
 from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind
@@ -307,7 +308,8 @@ class Lockstep:
         random.begin(batch.header.seed, rehearsal=True)
         random.enter_pass(position, backward=False)
         trace = self._trace(batch, call)
-        passed = recorder.run(trace, self._function, call, decisions)
+        earlier = tuple(map(Earlier, self._passed, batch.calls))
+        passed = recorder.run(trace, self._function, call, decisions, earlier)
         self._passed.append(passed)
         assert self._ahead is not None
         self._ahead.note(trace, call, passed)

@@ -27,6 +27,7 @@ class Moves:
         evaluating: modules that do not train in some call.
         behind_backward: by module, the name of what may see in its next forward pass what its
             backward pass has changed.
+        buffers: of split modules, those that it changes.
         before: by their number, what the first calls compute, as far as somebody has needed that.
     """
 
@@ -35,6 +36,7 @@ class Moves:
     statistics: dict[nn.Module, int] = field(default_factory=dict)
     evaluating: set[nn.Module] = field(default_factory=set)
     behind_backward: dict[nn.Module, str] = field(default_factory=dict)
+    buffers: Set[tuple[nn.Module, str]] = frozenset()
     before: dict[int, Before] = field(default_factory=dict)
 
     @staticmethod
@@ -42,6 +44,7 @@ class Moves:
         """Returns what a microbatch changes that has gone a way."""
         if way.moves is None:
             way.moves = Moves._found(way.entries[:-1])
+            way.moves.buffers = way.graph.buffers.keys()
         moves: Moves = way.moves
         return moves
 
@@ -79,6 +82,12 @@ def numbers_seen(earlier: Sequence[Moves], graph: Graph, where: str) -> list[int
     Raises:
         UnsupportedError: a module has to see what a backward pass changes.
     """
+    changed = set[tuple[nn.Module, str]]().union(*(each.buffers for each in earlier))
+    for node in graph.nodes:
+        if node.kind is NodeKind.ATTRIBUTE and node.target in changed:
+            raise depends_on_values(
+                where, f"{node.name} is a buffer that an earlier microbatch of the step changes"
+            )
     leaves = [node for node in graph.nodes if node.kind is NodeKind.LEAF]
     evaluating = _evaluating(leaves).union(*(each.evaluating for each in earlier))
     numbers = [each.num_seen(evaluating) for each in earlier]

@@ -9,9 +9,11 @@ import torch
 
 from smdistributed.modelparallel.torch.execute.late_values import late_value
 from smdistributed.modelparallel.torch.execute.links import Links
+from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber
+from smdistributed.modelparallel.torch.record.trace.buffers import KeptBuffer
 from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated
 from smdistributed.modelparallel.torch.tensors.nested import fill
 
@@ -61,10 +63,15 @@ def share_results(
         for value, home in plan.late.homes.items():
             if home is None:
                 found[m][value.index] = late_value(plan, value, found[m], inputs[m])
-    # The last microbatch that stored something in a place has it there.
+    # The last microbatch that stored something in a place, or changed a buffer, has it there.
+    kept: dict[Slot, torch.Tensor] = {}
     for each, values in reversed(list(zip(passed, found, strict=True))):
         for stored in each.stored:
             stored.fill(values)
+        for (module, name), buffer in each.graph.buffers.items():
+            kept.setdefault((module, name), values[buffer.value.index])
+    for slot, tensor in kept.items():
+        KeptBuffer(*slot)(tensor)
     written = [
         {position: values[value.index] for position, value in plan.graph.written.items()}
         for plan, values in zip(plans, found, strict=True)

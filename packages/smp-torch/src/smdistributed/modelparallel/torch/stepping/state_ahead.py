@@ -17,10 +17,8 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.planning.segments import SegmentNodes
 from smdistributed.modelparallel.torch.record.ir import NodeKind
-from smdistributed.modelparallel.torch.record.questions.ahead import (
-    changed_slots,
-    depends_on_values,
-)
+from smdistributed.modelparallel.torch.record.ir import changed_attributes
+from smdistributed.modelparallel.torch.record.questions.ahead import depends_on_values
 from smdistributed.modelparallel.torch.state import holders
 from smdistributed.modelparallel.torch.state.snapshot import Difference, Snapshot
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
@@ -131,7 +129,8 @@ def _stateful(nodes: SegmentNodes) -> dict[nn.Module, set[str]]:
     for node in nodes.nodes:
         for module, names in node.stateful.items():
             found.setdefault(module, set()).update(names)
-        for module, name in changed_slots(node):
+        for value in changed_attributes(node):
+            module, name = value.node.target
             found.setdefault(module, set()).add(name)
     return found
 

@@ -20,8 +20,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     function_modes_left,
     past_dispatch_modes,
 )
-from smdistributed.modelparallel.torch.record.fakes import Slot
-from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, changed_attributes
 from smdistributed.modelparallel.torch.record.questions.question import Before, Question
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Seen
 from smdistributed.modelparallel.torch.state.carried import Carried
@@ -169,19 +168,12 @@ def _not_twice(graph: Graph, log: Sequence[Entry], *, is_open: bool) -> str:
     for node in graph.nodes:
         if node.kind is NodeKind.CALL and node.target is None:
             return "an unknown call made a tensor"
-        for module, name in () if is_open else changed_slots(node):
-            if keeps_state({module: {name}}):
+        for value in () if is_open else changed_attributes(node):
+            module, name = value.node.target
+            # Of a buffer of a split module a copy changes.
+            if not value.replicated and keeps_state({module: {name}}):
                 return f"{node.name} changes a parameter or buffer"
     return ""
-
-
-def changed_slots(node: Node) -> Iterator[Slot]:
-    """Yields the parameters and buffers that a call between modules changes."""
-    for value in (*node.changes, *node.aliases):
-        while isinstance(value.source, Value):
-            value = value.source
-        if value.node.kind is NodeKind.ATTRIBUTE:
-            yield value.node.target
 
 
 def depends_on_values(where: str, reason: str = "") -> UnsupportedError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import (
     Graph,
     HookedGradient,
@@ -57,6 +58,7 @@ class Values:
         state: where the run is.
         trace: of the run.
         where: names the place where the run is, for messages.
+        changed: buffers of split modules that the microbatch changes: one rank has them.
 
     Attributes:
         graph: that is written at present; inside a leaf one of its own.
@@ -73,6 +75,7 @@ class Values:
         state: RunState,
         trace: Trace,
         where: Callable[[], str],
+        changed: Container[Slot] = (),
     ) -> None:
         self.graph = Graph()
         self.read: list[torch.Tensor | Constant] = []
@@ -84,6 +87,7 @@ class Values:
         self._scene = scene
         self._state = state
         self._where = where
+        self._changed = changed
         self._known: dict[int, Value] = {}
         self._constants: dict[Constant, Value] = {}
         #: By memory, the tensors that lie in it, with a value that each has stood for.
@@ -423,8 +427,12 @@ class Values:
         model, slot = self._scene.slots[id(tensor)]
         self.models.add(model.model)
         # Parameters live on one rank, as do the modules that stay whole; buffers of the others are
-        # everywhere.
-        replicated = not isinstance(tensor, nn.Parameter) and slot[0] not in self._scene.leaf_of
+        # everywhere, and of the same content as long as nothing in the step changes them.
+        replicated = (
+            not isinstance(tensor, nn.Parameter)
+            and slot[0] not in self._scene.leaf_of
+            and slot not in self._changed
+        )
         node = self._node(NodeKind.ATTRIBUTE, slot, model.slot_name(slot), replicated=replicated)
         return self._bind(tensor, node, ())
 
@@ -450,6 +458,10 @@ class Values:
             "carried it out of a module that is executed as a whole. Return it from that "
             "module's forward, or put the modules that use it on one partition."
         )
+
+    def first_spec(self, tensor: torch.Tensor) -> TensorSpec:
+        """Returns how a tensor looks before any call has changed that."""
+        return self._trace.first_spec(tensor)
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the real tensor for one that is the same in every microbatch; else None."""

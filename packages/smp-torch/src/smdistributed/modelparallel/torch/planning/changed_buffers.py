@@ -1,0 +1,59 @@
+"""Buffers of split modules that a step changes: which microbatches may overlap.
+
+A microbatch reads such a buffer on one rank, and keeps what it makes of it there; see
+``record.trace.buffers``. If it does both in one segment, the next microbatch comes behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.planning.ranks import changed_buffer
+from smdistributed.modelparallel.torch.planning.segments import Plan
+from smdistributed.modelparallel.torch.record.fakes import Slot
+from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.record.trace.replicated import sources
+
+
+def buffers_in_turn(plans: Sequence[Plan]) -> list[str]:
+    """Says which buffers of split modules have microbatches run one after the other.
+
+    Args:
+        plans: the plan of each microbatch.
+
+    Raises:
+        UnsupportedError: microbatches read, or change, one on different ranks.
+    """
+    distinct = list(dict.fromkeys(plans))
+    changed = dict.fromkeys(slot for plan in distinct for slot in plan.graph.buffers)
+    reasons = []
+    for slot in changed:
+        title = f"{type(slot[0]).__name__}.{slot[1]}"
+        places = [_places(plan, slot) for plan in distinct]
+        ranks = {rank for each in places for rank, _ in each}
+        if len(ranks) > 1:
+            raise UnsupportedError(
+                f"{title}, a buffer of a module that is split over partitions, is changed by some "
+                "microbatches of a step and read by others that do not change it, on other "
+                "partitions. Let all of them change it, or put the module on one partition."
+            )
+        if len(distinct) > 1 or any(len(each) > 1 for each in places):
+            reasons.append(f"{title} is read in one place of the pipeline and changed in another")
+    return reasons
+
+
+def _places(plan: Plan, slot: Slot) -> set[tuple[int, int]]:
+    """Returns where a plan reads a buffer, and keeps it: ranks and segments."""
+    found = set()
+    for segment in plan.segments:
+        for node in segment.nodes:
+            is_read = node.kind is NodeKind.ATTRIBUTE and node.target == slot
+            if is_read or changed_buffer(plan.graph, node) == slot:
+                found.add((segment.rank, segment.index))
+    if slot not in plan.graph.buffers:
+        # What all ranks compute of it when the step is over would be of its last content.
+        shared = sources([value for value in plan.graph.returned if value.replicated])
+        if any(node.kind is NodeKind.ATTRIBUTE and node.target == slot for node in shared):
+            found.add((-1, -1))
+    return found
