@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.record.trace.buffers import KeptBuffer
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import CallKind, MiniBatch
 from smdistributed.modelparallel.torch.stepping.preparing import Prepared
@@ -114,7 +115,10 @@ def _is_unseen(prepared: Prepared, replay: Replay) -> bool:
         and not replay.draws_first
         and not plan.graph.written
         and not any(
-            node.stateful or node.changes or node.kind is NodeKind.CONSTANT
+            node.stateful
+            or node.changes
+            or node.kind is NodeKind.CONSTANT
+            or isinstance(node.target, KeptBuffer)
             for node in plan.segments[action.segment].nodes
         )
     )

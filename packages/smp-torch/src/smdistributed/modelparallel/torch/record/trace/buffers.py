@@ -81,11 +81,7 @@ def changed_in(
         slots = {value.node.target for value in changed_attributes(node)}
         written |= slots
         if node.region is not None and any(name in module._buffers for module, name in slots):
-            raise UnsupportedError(
-                f"{node.name} changes a buffer in a checkpointed call that is split over "
-                "partitions, which would change it again when it is computed again. Change it "
-                "outside the checkpointed call, or put the module on one partition."
-            )
+            raise _checkpointed(node.name)
     return {
         key: assigned.get(key, each.fake)
         for key, each in buffers.items()
@@ -122,6 +118,8 @@ def keep_changed(
             raise _refused(title, f"a tensor of {form[1]} and shape {form[0]}")
         if value.requires_grad:
             raise _refused(title, "a tensor that requires a gradient")
+        if value.node.region is not None:
+            raise _checkpointed(f"an assignment to {title}")
         replicated = known.of(tensor if isinstance(tensor, FakeTensor) else fake)
         graph.buffers[module, name] = ChangedBuffer(
             value, replicated if replicated.replicated else None
@@ -140,6 +138,14 @@ def _place_behind(graph: Graph, value: Value) -> int:
         position
         for position, node in enumerate(graph.nodes)
         if node is value.node or value in node.changes or value in node.aliases
+    )
+
+
+def _checkpointed(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} changes a buffer in a checkpointed call that is split over partitions, which "
+        "would change it again when it is computed again. Change it outside the checkpointed "
+        "call, or put the module on one partition."
     )
 
 
