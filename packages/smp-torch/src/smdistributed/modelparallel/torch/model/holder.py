@@ -309,8 +309,10 @@ class Holder:
 
     def _let_go(self, slot: Slot, tensor: torch.Tensor) -> None:
         """Frees a tensor of another rank."""
-        device, shape = self._runtime.device, self.fakes.slots[slot].shape
+        device = self._runtime.device
         if is_model_type(tensor):
+            # Between steps slices stand for the whole, where they are and where they are not.
+            shape = torch.Size(self.fakes.whole_shapes.get(slot, self.fakes.slots[slot].shape))
             make_absent(tensor, self._keeper, self._origin(slot), shape, device)
         else:
             # Meta data cannot be assigned to a parameter that lives on a device.

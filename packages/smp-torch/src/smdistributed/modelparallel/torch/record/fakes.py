@@ -45,6 +45,7 @@ class FakeModel:
         slots: every parameter and buffer slot -> its fake; tied slots share one.
         real: id of a real tensor -> its fake, while the fakes are in place.
         behind: slot -> its real tensor, while the fakes are in place.
+        whole_shapes: slot of a parameter that is a slice -> the shape of the whole.
         hooks: the user's, on the gradients of its parameters.
         slice_guard: refuses what reads slices of parameters while the model runs.
     """
@@ -61,6 +62,9 @@ class FakeModel:
         self._number = number
         self.names = {module: name for name, module in model.named_modules()}
         self.slice_guard = guard_of(model)
+        self.whole_shapes: dict[Slot, tuple[int, ...]] = {
+            (each.module, each.attribute): each.shape for each in self.slice_guard.slots
+        }
         self._children = {module: list(module._modules.values()) for module in self.names}
         self._parameters = {module: [*module._parameters.keys()] for module in self.names}
         self._tensors: dict[Slot, torch.Tensor] = {}
@@ -70,9 +74,9 @@ class FakeModel:
         made: dict[int, torch.Tensor] = {}
         if former is not None:
             made = {
-                id(tensor): fake
+                id(tensor): former.slots[slot]
                 for slot, tensor in former._tensors.items()
-                if _has_form(tensor, *_form_of(fake := former.slots[slot]))
+                if former._has_form(slot, tensor, *_form_of(former.slots[slot]))
             }
         for module, name in self.names.items():
             if isinstance(module, torch.jit.ScriptModule):
@@ -99,9 +103,9 @@ class FakeModel:
         self._num_own = [
             len(vars(fake)) - len(attributes_shown(fake)) for fake in self.slots.values()
         ]
-        #: Parameters and their forms, and the tables that say what there is now.
+        #: Parameters and their forms, and the modules that say what there is now.
         self._forms = [
-            (module._parameters, slot, tensor, *_form_of(tensor))
+            (module, slot, tensor, *_form_of(tensor))
             for module in self.names
             for slot, tensor in module._parameters.items()
         ]
@@ -126,14 +130,26 @@ class FakeModel:
         if not all(slot in table for table, slot in self._buffers):
             return False
         with past_subclass_functions():
-            for table, slot, tensor, dtype, shape in self._forms:
-                if table.get(slot) is not tensor:
+            for module, slot, tensor, dtype, shape in self._forms:
+                if module._parameters.get(slot) is not tensor:
                     return False
                 if tensor is None or (tensor.dtype is dtype and tensor.shape == shape):
                     continue
-                if not _has_form(tensor, dtype, shape):
+                if not self._has_form((module, slot), tensor, dtype, shape):
                     return False
         return True
+
+    def _has_form(self, slot: Slot, tensor: torch.Tensor, dtype: Any, shape: Any) -> bool:
+        """Whether a tensor is what it was.
+
+        One that another rank has may have been freed since, and shows the whole of a slice.
+        """
+        if tensor.dtype is not dtype:
+            return False
+        return tensor.shape == shape or not tensor.numel() or tensor.shape == self._whole(slot)
+
+    def _whole(self, slot: Slot) -> torch.Size | None:
+        return torch.Size(self.whole_shapes[slot]) if slot in self.whole_shapes else None
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         """Returns the parameters, wherever their values are, by name; tied ones once."""
@@ -259,8 +275,3 @@ def _make_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device)
 
 def _form_of(tensor: torch.Tensor | None) -> tuple[torch.dtype | None, torch.Size | None]:
     return (None, None) if tensor is None else (tensor.dtype, tensor.shape)
-
-
-def _has_form(tensor: torch.Tensor, dtype: Any, shape: Any) -> bool:
-    """Whether a tensor is what it was; one that another rank has may have been freed since."""
-    return tensor.dtype is dtype and (tensor.shape == shape or not tensor.numel())

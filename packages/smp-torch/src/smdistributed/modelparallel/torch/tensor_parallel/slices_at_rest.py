@@ -20,7 +20,9 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.notes import REMEDY
 from smdistributed.modelparallel.torch.absence.owned import gradient_of, of_copy, own_up
+from smdistributed.modelparallel.torch.absence.tensors import is_vacant
 from smdistributed.modelparallel.torch.compat.calling_line import is_called_by_library
 from smdistributed.modelparallel.torch.compat.private import below
 from smdistributed.modelparallel.torch.compat.private.backward import when_backward_ends
@@ -321,8 +323,16 @@ def _take_data(own: Any, tensor: Any) -> None:
     """Has a tensor that a script gives be the data of a parameter, or of its gradient.
 
     It may have another type, or be elsewhere. Collective: TP_GROUP.
+
+    Raises:
+        UnsupportedError: another partition has it.
     """
     former: Blocks = own.lying.blocks
+    if is_vacant(tensor):
+        raise UnsupportedError(
+            f"{former.told} is given as its data what another partition has, or what was computed "
+            f"from it. {REMEDY}"
+        )
     former.home.agree(former)
     with as_they_are():
         form = former.values.new_empty(0, dtype=tensor.dtype, device=tensor.device)
