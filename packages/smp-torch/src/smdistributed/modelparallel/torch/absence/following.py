@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from smdistributed.modelparallel.torch.absence.notes import (
 from smdistributed.modelparallel.torch.absence.owned import (
     awake,
     digest_in,
+    is_owned,
     is_shown,
     leave,
     noting_writes,
@@ -48,6 +49,7 @@ from smdistributed.modelparallel.torch.absence.tensors import (
     as_gradient,
     clear_gradient,
     gradient_of,
+    make_present,
     new_absent,
     new_gradient,
     vacant,
@@ -225,6 +227,21 @@ def _with_values(func: Any, args: Any, kwargs: Any, *, is_everywhere: bool) -> A
         return read_only(func(*given[0], **given[1]))
 
 
+def make_whole(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives all ranks of a pipeline what only some have. Collective: PP_GROUP.
+
+    Args:
+        tensors: of a copy of a model, say; those that every rank has stay as they are.
+    """
+    for each in tensors:
+        if is_owned(each):
+            leave([each])
+            wake(each)
+        elif isinstance(each, AbsentTensor):
+            asked = _question(_TENSOR.clone, each, is_everywhere=True)
+            make_present(each, each.absent.keeper.answer(asked))
+
+
 def _question(func: Any, tensor: AbsentTensor, *, is_everywhere: bool) -> Question:
     about = tensor.absent
     place = place_of(about.origin.digest)
@@ -269,7 +286,7 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         return stand_ins[id(value)][1]
 
     given = pytree.tree_map(stand_in, (tuple(args), dict(kwargs)))
-    sources = {id(each): each.absent.source_now for each in absent}
+    sources = {id(each): _source_of(each) for each in absent}
     before = [version_of(fake) for _, fake in stand_ins.values()]
     try:
         with quiet_fakes(), keeper.fake_mode, Trial() as trial:
@@ -362,6 +379,13 @@ def _call(
 
     kept: Any = pytree.tree_map(noted, (tuple(args), dict(kwargs)))
     return Call(func, kept, tuple(versions), depth)
+
+
+def _source_of(tensor: AbsentTensor) -> Source:
+    """Returns where values come from; what one rank has need not be computed again."""
+    about = tensor.absent
+    is_had = about.origin.is_told and len(about.origin.owners) == 1
+    return about.source_now if about.source_now.is_noted or not is_had else Source(like=about.fake)
 
 
 def _fake_of(tensor: torch.Tensor, keeper: Keeper) -> torch.Tensor:

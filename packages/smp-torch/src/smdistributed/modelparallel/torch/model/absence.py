@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -41,6 +42,16 @@ def is_for_whole() -> bool:
     return frame is not None
 
 
+class Calling(Protocol):
+    """Has all of a model be here."""
+
+    def begin_call(self) -> None:
+        """Begins a call. Collective: PP_GROUP."""
+
+    def end_call(self) -> None:
+        """Ends it."""
+
+
 class Absence:
     """Refuses what needs the whole of a model of which other ranks hold parts.
 
@@ -49,12 +60,15 @@ class Absence:
 
     Attributes:
         is_read: the library reads what is here.
+        calling: has all of the model here for a call between steps, from its beginning to its end.
     """
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
+        self.calling: Calling | None = None
         self._handles: list[RemovableHandle] = []
         self.is_read = False
+        self._num_calls = 0
 
     def begin(self, model: nn.Module, lacking: Mapping[nn.Module, str]) -> None:
         """Watches a model.
@@ -65,6 +79,7 @@ class Absence:
         """
         self.end()
         self._handles.append(model.register_forward_pre_hook(_Watch(self)))
+        self._handles.append(model.register_forward_hook(_EndWatch(self), always_call=True))
         self._handles += [
             module.register_state_dict_pre_hook(_StateWatch(self, name))  # type: ignore[no-untyped-call]
             for module, name in lacking.items()
@@ -85,19 +100,36 @@ class Absence:
         finally:
             self.is_read = before
 
-    def check_call(self) -> None:
-        """Raises if a model is called outside of step functions.
+    @property
+    def has_slices(self) -> bool:
+        """Whether the ranks of a partition have slices of its parameters."""
+        return self._runtime.topology.tp_size > 1
+
+    def begin_call(self) -> None:
+        """Has all of the model be here for a call outside of step functions. Collective: PP_GROUP.
 
         Raises:
-            SMPError: it is.
+            SMPError: gradients may be asked for, or ranks have slices besides.
         """
-        if not self._runtime.is_in_step:
+        if self._runtime.is_in_step:
+            return
+        if self.calling is not None and not self.has_slices and not torch.is_grad_enabled():
+            self.calling.begin_call()
+            self._num_calls += 1
+        else:
             raise SMPError(
                 f"rank {self._runtime.rank} holds one of {self._runtime.topology.pp_size} "
                 "partitions of this model, so it cannot run here by itself: call the "
-                "DistributedModel inside a function decorated with @smp.step, also to evaluate. "
-                f"{WHOLE_MODEL}"
+                "DistributedModel inside a function decorated with @smp.step, or, "
+                "without tensor parallelism, on every rank inside torch.no_grad(), where each has "
+                f"all of it for the time of the call. {WHOLE_MODEL}"
             )
+
+    def end_call(self) -> None:
+        """Ends what ``begin_call`` has begun."""
+        if self._num_calls and self.calling is not None:
+            self._num_calls -= 1
+            self.calling.end_call()
 
     def check_state(self, name: str) -> None:
         """Raises if the state of a module is read that is not here.
@@ -114,6 +146,23 @@ class Absence:
             )
 
 
+def _nothing(*_: Any) -> None:
+    """What a copy of a model has in the place of a watch."""
+
+
+def _not_called(*_: Any) -> NoReturn:
+    """What a copy has there of a model that ranks have slices of, too.
+
+    Raises:
+        UnsupportedError: the copy is called, or its state asked for.
+    """
+    raise UnsupportedError(
+        "a copy of a model whose partitions are on several processes, which have slices of its "
+        "parameters besides, cannot be called, and has no state_dict(): load state_dict() of the "
+        "DistributedModel into a new model."
+    )
+
+
 class _Watch:
     """A hook that is no part of the model's state."""
 
@@ -121,10 +170,21 @@ class _Watch:
         self._absence = absence
 
     def __call__(self, *_: Any) -> None:
-        self._absence.check_call()
+        self._absence.begin_call()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """A copy of the model is none of the job: all that is done with it all ranks do."""
+        return _not_called if self._absence.has_slices else _nothing
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(NOT_COPIED)
+
+
+class _EndWatch(_Watch):
+    """The same, when a call has ended."""
+
+    def __call__(self, *_: Any) -> None:
+        self._absence.end_call()
 
 
 class _StateWatch(_Watch):

@@ -25,6 +25,7 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
+from smdistributed.modelparallel.torch.absence.following import make_whole
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
 from smdistributed.modelparallel.torch.activations.blocks import checkpoint_blocks
 from smdistributed.modelparallel.torch.execute.starts import differentiate
@@ -51,6 +52,7 @@ from smdistributed.modelparallel.torch.model.shell import FP16_Module, JobsOwn, 
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, ModelState
 from smdistributed.modelparallel.torch.model.tensor_queries import TensorParallelQueries
 from smdistributed.modelparallel.torch.model.tracing import TracingOptions
+from smdistributed.modelparallel.torch.model.whole_calls import WholeCalls
 from smdistributed.modelparallel.torch.planning.placement import Placement
 from smdistributed.modelparallel.torch.precision.casting import cast_model, half_type
 from smdistributed.modelparallel.torch.precision.loss_scale import LossScale
@@ -97,6 +99,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         super().__init__()
         self._given = weakref.ref(module)  # which distributed modules may take the place of
         check_made(module)
+        make_whole([*module.parameters(), *module.buffers()])  # a copy of another one, say
         _check_overlaps(runtime, module)
         _check_renormalized(runtime, module)
         module = with_distributed_modules(runtime, module)
@@ -126,6 +129,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             name_sizes(self.holder, self.data_parallel.shards)
             self._attach_replicas()
         self._whole_state = WholeState(self, runtime.communicator)
+        self._whole_calls = WholeCalls(runtime, self.holder.holds)
+        self.holder.absence.calling = self
         if runtime.topology.size > 1:
             self._whole_state.watch(module)
         self.rest()
@@ -166,10 +171,12 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             UnsupportedError: code of the model reads a slice of a parameter that tensor
                 parallelism has split as if it were the whole.
         """
-        if self._runtime.topology.pp_size > 1 and self._runtime.current_step is None:
+        is_between = self._runtime.current_step is None
+        if self._runtime.topology.pp_size > 1 and is_between and torch.is_grad_enabled():
             raise SMPError(
                 "with more than one partition the model can only be called inside a function "
-                "decorated with @smp.step."
+                "decorated with @smp.step, or between steps without gradients (torch.no_grad()), "
+                "on every rank."
             )
         if self._runtime.current_step is None and self._runtime.tensor_group.is_prescaled:
             self.check_outside_steps()
@@ -393,6 +400,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             PartitionError: a parameter is now shared between partitions.
         """
         self._whole_state.close()
+        self._whole_calls.let_go()
         self.wake()
         if not self.holder.fakes.is_current:
             self._slices.follow(self.get_module(), self.holder.fakes.slice_guard)
@@ -458,6 +466,19 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         """Has parameters stand for whole ones, and know who has them; all run the same Python."""
         self._slices.rest(self.holder.fakes.slice_guard.tensors())
         self.holder.ownership.rest()
+
+    def begin_call(self) -> None:
+        """See ``Calling``."""
+        check_not_sharded(self.holder)
+        self._check_has_values("a call between steps")
+        self.follow_changes()
+        self.wake()
+        self._whole_calls.begin(self.holder.fakes)
+
+    def end_call(self) -> None:
+        """See ``Calling``."""
+        self._whole_calls.end()
+        self.rest()
 
     def adopt(self, parent: nn.Module, name: str, added: nn.Module | nn.Parameter) -> None:
         """Takes a module or parameter that code adds during a step; called before it is there.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -112,10 +114,27 @@ class JobsOwn(nn.Module):
                 f"several partitions: {WHOLE_MODEL}"
             ) from None
 
+    @property
+    def __deepcopy__(self) -> Callable[[dict[int, Any]], Any]:
+        """Copies the model that it wraps: an average, a teacher, the best so far.
+
+        A function of Python's, since what code of this library does with parameters, it does with
+        what this rank has of them.
+
+        Raises:
+            UnsupportedError: the wrapper casts what the model is given.
+        """
+        if isinstance(self.module.module, FP16_Module):
+            raise UnsupportedError(
+                "a DistributedModel with fp16 or bf16 cannot be copied (deepcopy and AveragedModel "
+                "do), since the model that it wraps is not cast for its calls. Copy the model "
+                "before you wrap it."
+            )
+        return functools.partial(copy.deepcopy, self.get_module())
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses to be pickled or copied."""
+        """Refuses to be pickled."""
         raise UnsupportedError(
-            "a DistributedModel cannot be pickled or copied (deepcopy and AveragedModel do): it "
-            "belongs to the processes of its job. Copy the model before you wrap it; save "
-            "state_dict() or smp.save_checkpoint; average local_parameters()."
+            "a DistributedModel cannot be pickled, since it belongs to the processes of its job: "
+            "save state_dict() or smp.save_checkpoint."
         )

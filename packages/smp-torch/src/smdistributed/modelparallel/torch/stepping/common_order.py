@@ -20,9 +20,9 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.schedule import Schedule
+from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_in_turn
 from smdistributed.modelparallel.torch.planning.common_schedule import common_schedule, one_by_one
 from smdistributed.modelparallel.torch.planning.segments import Plan
-from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_in_turn
 from smdistributed.modelparallel.torch.planning.statistics import statistics_in_turn
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.planning.segments import SegmentNodes
-from smdistributed.modelparallel.torch.record.ir import NodeKind
-from smdistributed.modelparallel.torch.record.ir import changed_attributes
+from smdistributed.modelparallel.torch.record.ir import NodeKind, changed_attributes
 from smdistributed.modelparallel.torch.record.questions.ahead import depends_on_values
 from smdistributed.modelparallel.torch.state import holders
 from smdistributed.modelparallel.torch.state.snapshot import Difference, Snapshot
