@@ -85,7 +85,7 @@ _TENSOR: Any = torch.Tensor
 _UNKNOWN = Source()
 #: Calls that come to absent tensors alone, and not to those of this rank.
 _PAST_FUNCTIONS = (OpOverload, Scripted)
-#: Calls that stand behind a value, at most: a moving average goes on for ever.
+#: Calls that stand behind a value one after the other, at most: a moving average goes on for ever.
 _MOST_CALLS = 2048
 
 
@@ -108,7 +108,9 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     own = args[0] if args and isinstance(args[0], AbsentTensor) else None
     if func == _TENSOR.data.__set__ and _is_computed_for(*args):
         return _give_data(*args)
-    if func == _TENSOR.data.__set__ and own is None:
+    if func == _TENSOR.grad.__set__ and _is_computed_for(*args):
+        return _give_gradient(*args)
+    if func in (_TENSOR.data.__set__, _TENSOR.grad.__set__) and own is None:
         with awake(owned_in(args)):
             return func(*args)  # which the next step refuses
     if own is not None:
@@ -225,6 +227,18 @@ def _with_values(func: Any, args: Any, kwargs: Any, *, is_everywhere: bool) -> A
     keeper, origin = owned[0].owned.keeper, _origin(func, args, kwargs)
     with noting_writes((args, kwargs), keeper, origin), awake(owned):
         return read_only(func(*given[0], **given[1]))
+
+
+def _give_gradient(parameter: torch.Tensor, gradient: AbsentTensor) -> None:
+    """Makes a gradient of what all ranks compute: the rank that has the parameter updates by it."""
+    asked = _question(_TENSOR.grad.__set__, gradient, is_everywhere=True)
+    values = gradient.absent.keeper.answer(asked)
+    if isinstance(parameter, AbsentTensor):
+        clear_gradient(parameter)
+        parameter.grad = new_gradient(parameter)
+        return
+    with awake(owned_in([parameter])):
+        parameter.grad = values.clone()
 
 
 def make_whole(tensors: Iterable[torch.Tensor]) -> None:
@@ -359,7 +373,8 @@ def _call(
     written: Sequence[torch.Tensor],
 ) -> Call | None:
     """Returns the note of a call, unless too much stands behind it."""
-    depth = 1 + sum(each.call.depth for each in sources.values() if each.call is not None)
+    depths = (each.call.depth for each in sources.values() if each.call is not None)
+    depth = 1 + max(depths, default=0)
     if depth > _MOST_CALLS:
         return None
     will_change = set(map(id, written))

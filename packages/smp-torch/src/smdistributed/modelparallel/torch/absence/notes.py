@@ -69,7 +69,7 @@ class Call:
         function: what was called.
         args: its arguments, positional and by keyword; absent tensors as their sources.
         versions: of the tensors in them.
-        depth: how many calls stand behind it.
+        depth: how many calls stand behind it, one after the other.
         known: what it gave and took, as far as that has been computed, by place.
     """
 

@@ -105,7 +105,8 @@ class OwnedTensor(torch.Tensor, metaclass=LikeTensor):
         """Runs a function of torch that got such a tensor."""
         if any(not issubclass(each, cls) and hasattr(each, "operate") for each in types):
             return NotImplemented  # absent ones, and those in parts, know what to do
-        if func == _SET_DATA and hasattr(type(args[1]), "operate"):  # torch asks the first one only
+        if func in (_SET_DATA, _SET_GRAD) and hasattr(type(args[1]), "operate"):
+            # Of two tensors torch asks the first one only.
             return type(args[1]).__torch_function__(func, types, args, kwargs or {})
         given = owned_in((args, kwargs or {}))
         if not given:  # what was owned is awake
