@@ -57,7 +57,10 @@ MEETINGS: dict[str, dict[str, str]] = {
     "branch": {"late": "x = x * 2 if self.kept.sum() > 4 else x"},
     "activation": {"late": "x = x * 2 if x.sum() > 0 else x"},
     "twice": {"call": "out = model(x) + 0.5 * model(-x)"},
-    "gradient": {"call": "x.requires_grad_(); out = model(x)", "loss": "loss = loss + torch.autograd.grad(out.sum(), x, create_graph=True)[0].square().mean()"},
+    "gradient": {
+        "call": "x.requires_grad_(); out = model(x)",
+        "loss": "loss = loss + torch.autograd.grad(out.sum(), x, create_graph=True)[0].square().mean()",
+    },
     "checkpoint": {"call": "out = checkpoint(model, x, use_reentrant=False)"},
     "between": {"between": "net.kept.mul_(2)"},
     "anew": {"between": "net.kept = torch.full((4,), float(step))"},
@@ -73,9 +76,7 @@ def _use(way: str, place: str, meeting: dict[str, str]) -> Use:
     code[place] = f"{code[place]}\n{change}"
     if "loss" in meeting:
         code["loss"] += f"\n{meeting['loss']}"
-    more: dict[str, Any] = {
-        name: meeting[name] for name in ("call", "between") if name in meeting
-    }
+    more: dict[str, Any] = {name: meeting[name] for name in ("call", "between") if name in meeting}
     glue = "\n".join(filter(None, (meeting.get("before", ""), code["glue"])))
     return Use(
         top="COUNT = [0]",

@@ -83,6 +83,8 @@ from smdistributed.modelparallel.torch.trial.on_fakes import Trial
 
 _TENSOR: Any = torch.Tensor
 _UNKNOWN = Source()
+#: Arguments of functions of torch that are numbers, where a tensor of one may be given.
+_NUMBERS = frozenset(("alpha", "beta", "value"))
 #: Calls that come to absent tensors alone, and not to those of this rank.
 _PAST_FUNCTIONS = (OpOverload, Scripted)
 #: Calls that stand behind a value one after the other, at most: a moving average goes on for ever.
@@ -306,6 +308,10 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         with quiet_fakes(), keeper.fake_mode, Trial() as trial:
             result = func(*given[0], **given[1])
     except DATA_DEPENDENT:
+        numbers = {name: each for name, each in kwargs.items() if name in _NUMBERS}
+        if absent_in(numbers):  # which all ranks ask for, and not what is computed with them
+            told = {name: each.item() for name, each in numbers.items() if torch.is_tensor(each)}
+            return func(*args, **{**kwargs, **told})
         return _with_values(func, args, kwargs, is_everywhere=True)
     except Exception as error:
         if not is_of_fakes(error):

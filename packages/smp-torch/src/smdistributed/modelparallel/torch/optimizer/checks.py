@@ -7,6 +7,7 @@ first step, where it holds parameters of a model.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,9 +19,18 @@ from torch.optim.optimizer import (
 )
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.optimizer.number_by_number import check_number_by_number
-from smdistributed.modelparallel.torch.optimizer.tensor_by_tensor import check_tensor_by_tensor
+from smdistributed.modelparallel.torch.absence.tensors import hide_gradients
+from smdistributed.modelparallel.torch.optimizer.number_by_number import (
+    check_number_by_number,
+    is_number_by_number,
+)
+from smdistributed.modelparallel.torch.optimizer.tensor_by_tensor import (
+    check_tensor_by_tensor,
+    depends_on_others,
+)
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+
+logger = logging.getLogger(__name__)
 
 
 def has_masters(runtime: TorchRuntime) -> bool:
@@ -40,21 +50,50 @@ def check_update(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> Non
     Raises:
         UnsupportedError: it needs the gradients of others than the parameter, or all of it.
     """
-    if isinstance(optimizer, torch.optim.LBFGS) and (
-        runtime.topology.pp_size > 1 or has_masters(runtime)
-    ):
+    if isinstance(optimizer, torch.optim.LBFGS) and has_masters(runtime):
         raise UnsupportedError(
-            "LBFGS searches along the gradient of the whole model, of which a rank has a part; "
-            "use it with pipeline_parallel_degree 1, and without fp16, bf16, "
-            "shard_optimizer_state and sharded data parallelism."
+            "LBFGS searches along the gradient of the whole model, of which a rank has a part; use "
+            "it without fp16, bf16, shard_optimizer_state and sharded data parallelism."
         )
     if runtime.sharding_groups is not None:
         why = "with sharded_data_parallel_degree above 1 ranks update a block of each parameter"
         check_number_by_number(optimizer, why)
-    elif runtime.config.shard_optimizer_state or runtime.topology.pp_size > 1:
+    elif has_masters(runtime) and (
+        runtime.config.shard_optimizer_state or runtime.topology.pp_size > 1
+    ):
         cause = "shard_optimizer_state" if runtime.config.shard_optimizer_state else "a pipeline"
         why = f"with {cause} a rank has the gradients of some parameters only"
-        check_tensor_by_tensor(optimizer, why, has_whole_norms=not has_masters(runtime))
+        check_tensor_by_tensor(optimizer, why, has_whole_norms=False)
+
+
+def needs_wholes(
+    runtime: TorchRuntime, optimizer: torch.optim.Optimizer, *, has_slices: bool
+) -> bool:
+    """Whether an update looks at more than a rank has: at whole tensors, or at other gradients.
+
+    It is made as the script's own code runs between steps, with tensors that stand for whole ones
+    and for those of other partitions.
+
+    Args:
+        runtime: the state of the library in this process.
+        optimizer: of the script.
+        has_slices: whether it holds slices of tensor parallelism.
+    """
+    if has_masters(runtime) or getattr(optimizer, "takes_norms_of_tensors", False):
+        return False
+    why = "with a pipeline a rank has the gradients of some parameters only"
+    found = has_slices and not is_number_by_number(optimizer)
+    if not found and runtime.topology.pp_size > 1:
+        found = depends_on_others(optimizer, why, has_whole_norms=True)
+    if found and runtime.rank == 0:
+        logger.warning(
+            "%s looks at whole parameters, or at the gradients of others: for its updates ranks "
+            "tell each other what they have, which takes time. Those that work number by number "
+            "(AdamW, SGD) need nothing of it; updates_number_by_number = True of a class says "
+            "that it does.",
+            type(optimizer).__name__,
+        )
+    return found
 
 
 def check_replaced(runtime: TorchRuntime, parameters: Iterable[torch.Tensor]) -> None:
@@ -95,25 +134,29 @@ def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
 
     The steps of those that train a model are counted, and have slices as they are.
     """
-    #: How many groups each had when it was checked, and whether it trains a model.
-    known: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+    #: How many groups each had when it was checked, whether it trains a model, and on wholes.
+    known: weakref.WeakKeyDictionary[Any, tuple[int, bool, bool]] = weakref.WeakKeyDictionary()
 
     #: The models whose slices rest again after the step in progress.
     awake: list[Any] = []
 
     def check(optimizer: Any, args: Any, kwargs: Any) -> None:
         groups = len(optimizer.param_groups)
-        if known.get(optimizer, (-1, False))[0] != groups:
+        if known.get(optimizer, (-1,))[0] != groups:
             wrapped = runtime.live_optimizers()
             is_wrapped = any(each.optimizer is optimizer for each in wrapped)
             # What an optimizer steps inside of another one's step is part of that.
             if not is_wrapped and any(each.is_updating for each in wrapped):
                 return
+            wholes = any(each.optimizer is optimizer and each.needs_wholes for each in wrapped)
             if not is_wrapped:
-                _check_unwrapped(runtime, optimizer)
+                wholes = _check_unwrapped(runtime, optimizer)
             trains = is_wrapped or bool(runtime.models_trained_by(optimizer))
-            known[optimizer] = groups, trains
+            known[optimizer] = groups, trains, wholes
         runtime.num_updates += known[optimizer][1]
+        if known[optimizer][2]:
+            hide_gradients(False)
+            return
         # The Python of a closure is the script's, which sees whole tensors.
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         if known[optimizer][1] and runtime.topology.mp_size > 1 and not has_closure:
@@ -135,12 +178,13 @@ def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
             handle.remove()
 
 
-def _check_unwrapped(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> None:
+def _check_unwrapped(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> bool:
+    """Checks one; returns whether it updates on wholes."""
     held = [each for group in optimizer.param_groups for each in group["params"]]
     check_replaced(runtime, held)
     models = runtime.models_trained_by(optimizer)
     if not models:
-        return
+        return False
     topology, config = runtime.topology, runtime.config
     is_alone = topology.dp_cp_size == 1 and not (config.fp16 or config.bf16)
     if has_masters(runtime) and not is_alone:
@@ -151,7 +195,8 @@ def _check_unwrapped(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) ->
             "smp.DistributedOptimizer, and call the step of what that returns."
         )
     check_update(runtime, optimizer)
-    if topology.tp_size > 1:
-        slices = {id(each) for model in models for each in model.split_parameters()}
-        if not slices.isdisjoint(map(id, held)):
-            check_slices(optimizer)
+    slices = {id(each) for model in models for each in model.split_parameters()}
+    has_slices = not slices.isdisjoint(map(id, held))
+    if has_slices and has_masters(runtime):
+        check_slices(optimizer)
+    return needs_wholes(runtime, optimizer, has_slices=has_slices)

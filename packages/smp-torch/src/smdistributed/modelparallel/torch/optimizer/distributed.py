@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.optimizer.checks import (
     check_slices,
     check_update,
     has_masters,
+    needs_wholes,
 )
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
 from smdistributed.modelparallel.torch.optimizer.shard_names import ShardNames
@@ -90,6 +91,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         self._runtime = runtime
         self.fp16_optimizer: FP16_Optimizer | None = None
         self._masters: MasterUpdate | None = None
+        #: For how many groups it is known, and whether it updates on wholes.
+        self._wholes: tuple[int, bool] | None = None
         if config.fp16 or config.bf16:
             scale = LossScale(runtime, loss_scale) if config.fp16 else None
             self.fp16_optimizer = FP16_Optimizer(runtime, optimizer, self._models_of(self), scale)
@@ -227,8 +230,29 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         self._check_slices()
         for model in self._accumulating_models():
             model.data_parallel.complete_accumulation()
+        if self.needs_wholes:
+            return self._update(closure)
         with self._parameters_awake():
             return self._update(None if closure is None else self._resting(closure))
+
+    @property
+    def needs_wholes(self) -> bool:
+        """Whether its updates look at more than a rank has; see ``checks.needs_wholes``."""
+        groups = len(self.optimizer.param_groups)
+        if self._wholes is None or self._wholes[0] != groups:
+            has_slices = any(True for _ in self._models_in_slices())
+            self._wholes = (
+                groups,
+                needs_wholes(self._runtime, self.optimizer, has_slices=has_slices),
+            )
+        return self._wholes[1]
+
+    def _models_in_slices(self) -> Iterator[DistributedModel]:
+        """Yields the models of which it updates slices."""
+        own = {id(each) for group in self._groups() for each in group}
+        for model in self._models() if self._runtime.topology.tp_size > 1 else ():
+            if not own.isdisjoint(map(id, model.split_parameters())):
+                yield model
 
     @contextlib.contextmanager
     def _parameters_awake(self) -> Iterator[None]:
@@ -266,21 +290,16 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         check_replaced(self._runtime, (each for group in self._groups() for each in group))
 
     def _check_slices(self) -> None:
-        if self._runtime.topology.tp_size == 1:
+        if self._masters is None or not any(True for _ in self._models_in_slices()):
             return
-        takes_norms = getattr(self.optimizer, "takes_norms_of_tensors", False)
-        own = {id(each) for group in self._groups() for each in group}
-        for model in self._models():
-            if own.isdisjoint(map(id, model.split_parameters())):
-                continue
-            if not takes_norms:
-                check_slices(self.optimizer)
-            elif self._masters is not None:
-                raise UnsupportedError(
-                    f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "
-                    "masters of parameters that are split over tensor-parallel ranks: use "
-                    "smp.optimizers.FusedAdam, or one of torch that works number by number."
-                )
+        if not getattr(self.optimizer, "takes_norms_of_tensors", False):
+            check_slices(self.optimizer)
+            return
+        raise UnsupportedError(
+            f"{type(self.optimizer).__name__} takes the norm of each whole tensor, and got "
+            "masters of parameters that are split over tensor-parallel ranks: use "
+            "smp.optimizers.FusedAdam, or one of torch that works number by number."
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients, as torch's."""

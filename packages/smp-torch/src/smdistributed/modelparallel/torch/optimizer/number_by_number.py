@@ -29,6 +29,13 @@ _KNOWN = tuple(
 )
 
 
+def is_number_by_number(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is known to update each number by itself."""
+    kind = type(optimizer)
+    is_known = inspect.unwrap(kind.step) in _KNOWN or isinstance(optimizer, FusedAdam)
+    return is_known or getattr(kind, "updates_number_by_number", False)
+
+
 def check_number_by_number(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Raises if an optimizer may look at a parameter as a whole, which no rank has.
 
@@ -39,13 +46,10 @@ def check_number_by_number(optimizer: torch.optim.Optimizer, why: str) -> None:
     Raises:
         UnsupportedError: its update is not one that is known.
     """
-    kind = type(optimizer)
-    if inspect.unwrap(kind.step) in _KNOWN or isinstance(optimizer, FusedAdam):
-        return
-    if getattr(kind, "updates_number_by_number", False):
+    if is_number_by_number(optimizer):
         return
     raise UnsupportedError(
-        f"{why}, and {kind.__name__} may need whole ones, as those do that take norms or means: "
-        "use AdamW, SGD or another one of torch that works number by number. If this one does, say "
+        f"{why}, and {type(optimizer).__name__} may need whole ones, as those do that take norms "
+        "or means: use AdamW, SGD or another one of torch that works number by number. If this one does, say "
         "so by the attribute updates_number_by_number = True of its class."
     )

@@ -35,9 +35,6 @@ def check_tensor_by_tensor(
 ) -> None:
     """Raises if the update of a parameter depends on the gradients of others.
 
-    The optimizer itself, its parameters and its state are not touched. One that cannot be tried is
-    let pass, with a warning.
-
     Args:
         optimizer: of the script.
         why: no rank has all gradients.
@@ -47,14 +44,31 @@ def check_tensor_by_tensor(
     Raises:
         UnsupportedError: it does.
     """
+    if depends_on_others(optimizer, why, has_whole_norms=has_whole_norms):
+        raise UnsupportedError(
+            f"{why}, and {type(optimizer).__name__} updates a parameter by the gradients of others "
+            "too, as was found by trying it: use an optimizer that updates each parameter by its "
+            "own gradient, and clip by torch.nn.utils.clip_grad_norm_ before its step. If it only "
+            "seems so, say so by the attribute updates_tensor_by_tensor = True of its class."
+        )
+
+
+def depends_on_others(optimizer: torch.optim.Optimizer, why: str, *, has_whole_norms: bool) -> bool:
+    """Whether the update of a parameter depends on the gradients of others.
+
+    The optimizer itself, its parameters and its state are not touched. One that cannot be tried is
+    let pass, with a warning. For the arguments see ``check_tensor_by_tensor``.
+    """
     kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):  # which climbs along all of them
+        return True
     if kind.__module__.startswith("torch.optim.") or isinstance(optimizer, FusedOptimizer):
-        return
+        return False
     if getattr(kind, "updates_tensor_by_tensor", False):
-        return
+        return False
     try:
         with norms_of_one() if has_whole_norms else contextlib.nullcontext():
-            depends = _depends_on_others(optimizer)
+            return _depends_on_others(optimizer)
     except Exception as error:  # whatever its code raises on small parameters of a host
         logger.warning(
             "%s could not be tried on small tensors (%s: %s). If its update of a parameter depends "
@@ -64,14 +78,7 @@ def check_tensor_by_tensor(
             str(error).partition("\n")[0],
             why,
         )
-        return
-    if depends:
-        raise UnsupportedError(
-            f"{why}, and {kind.__name__} updates a parameter by the gradients of others too, as "
-            "was found by trying it: use an optimizer that updates each parameter by its own "
-            "gradient, and clip by torch.nn.utils.clip_grad_norm_ before its step. If it only "
-            "seems so, say so by the attribute updates_tensor_by_tensor = True of its class."
-        )
+        return False
 
 
 def _depends_on_others(optimizer: torch.optim.Optimizer) -> bool:
