@@ -263,10 +263,6 @@ API: dict[str, Input] = {
         )
         for name, value in (("None", None), ("class", torch.optim.SGD), ("list", [ONES]))
     },
-    "LBFGS": (
-        lambda: smp.DistributedOptimizer(torch.optim.LBFGS(Net().parameters())),
-        "LBFGS",
-    ),
     "a parameter twice": (
         lambda: smp.DistributedOptimizer(
             torch.optim.SGD([{"params": [p]} for p in [nn.Parameter(ONES)] * 1])

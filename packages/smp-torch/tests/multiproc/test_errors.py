@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import together
 import torch
@@ -165,6 +166,35 @@ def case_a_split_model_is_not_pickled() -> None:
         expect(UnsupportedError, "cannot be pickled", functools.partial(pickle.dumps, model))
         train(model)
     expect(UnsupportedError, "cannot be pickled", lambda: pickle.dumps(model.get_module()))
+
+
+def case_copies_and_calls_of_a_split_model() -> None:
+    x = torch.ones(4, WIDTH)
+    net = Layers()
+    model = smp.DistributedModel(net)
+    train(model)
+    copied = copy.deepcopy(model)
+    average = torch.optim.swa_utils.AveragedModel(net)
+    with torch.no_grad():
+        before = net(x)
+        for one, other in zip(copied.parameters(), net.parameters(), strict=True):
+            one.lerp_(other * 0.5, 0.5)  # by three quarters
+        average.update_parameters(net)
+    whole = Layers()
+    whole.load_state_dict(model.state_dict())
+    expected = whole(x).detach()
+    with torch.no_grad():
+        [each.mul_(0.75) for each in whole.parameters()]
+        found = copied(x)
+    for given, want in ((before, expected), (average(x), expected), (found, whole(x))):
+        assert np.allclose(given.detach().numpy(), want.detach().numpy(), atol=1e-6)
+    teacher = smp.DistributedModel(copied.requires_grad_(False))
+    train(model, lambda loss: model.backward(loss + 0 * teacher(x).sum()))
+    with torch.no_grad():
+        before = model(x)
+        net.layers[0].weight.mul_(2)
+        assert not np.allclose(model(x).numpy(), before.numpy())
+        assert np.allclose(teacher(x).numpy(), whole(x).numpy(), atol=1e-6)
 
 
 class Talking(Layers):

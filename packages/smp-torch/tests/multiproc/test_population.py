@@ -3,9 +3,9 @@
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
 ``asked_gradients``,
-``kept_features``, ``derived_numbers`` and ``at_rest`` generate the scripts. What is refused says
-why; nothing may give other numbers than plain PyTorch. Every run tries samples that go through all
-of them in strides; the slow parts are the whole of them.
+``kept_features``, ``derived_numbers``, ``split_buffers`` and ``at_rest`` generate the scripts. What
+is refused says why; nothing may give other numbers than plain PyTorch. Every run tries samples that
+go through all of them in strides; the slow parts are the whole of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import recomputed
 import repeated_writes
 import several_gradients
 import shown
+import split_buffers
 import torch
 import uses
 import views
@@ -69,6 +70,7 @@ STRIDES = {
     "derived": 523,
     "at rest": 40,
     "shown": 285,
+    "buffers": 131,
 }
 
 
@@ -151,11 +153,12 @@ POPULATIONS = {
     "derived": mixed(derived_numbers.DERIVED),
     "at rest": mixed(at_rest.ACTS),
     "shown": mixed(shown.SHOWS),
+    "buffers": mixed(split_buffers.SPLIT),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
     *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
-    *("features", "derived", "shown"),
+    *("features", "derived", "shown", "buffers"),
 )
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
@@ -186,6 +189,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "derived": (0, 1046),
         "at rest": (0, 120),
         "shown": (0, 570),
+        "buffers": (0, 262),
     },
     "sdp2": {"loops": (0, 80), "parameters": (12, 24), "roads": (0, 40), "at rest": (40, 120)},
     "tp2": {"at rest": (91, 120)},
@@ -211,6 +215,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "parameters": (14, 24),
         "writes": (2, 640),
         "around": (14, 24),
+        "buffers": (3, 262),
     },
     "one-graphs": {"state": (4, 192), "loops": (4, 40), "order": (4, 480), "around": (9, 12)},
     "compiled": {"uses": (3, 80)},
@@ -345,6 +350,11 @@ def try_hooks(names: Sequence[str]) -> dict[str, str]:
     return {name: activation_hooks.SCRIPTS[name]() for name in names}
 
 
+def try_buffers(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some models that change a buffer of their own between layers."""
+    return {name: uses.outcome(split_buffers.SPLIT[name]) for name in names}
+
+
 def try_at_rest(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some loops that do one thing with each tensor between two steps."""
     return {name: loops.outcome(at_rest.ACTS[name]) for name in names}
@@ -370,6 +380,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "derived": try_derived,
     "shown": try_shown,
     "at rest": try_at_rest,
+    "buffers": try_buffers,
 }
 
 

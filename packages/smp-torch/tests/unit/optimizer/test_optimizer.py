@@ -149,11 +149,13 @@ def test_what_is_no_optimizer_is_refused() -> None:
         DistributedOptimizer(runtime(), [])  # type: ignore[arg-type]
 
 
-def test_lbfgs_needs_one_partition() -> None:
+def test_lbfgs_updates_no_masters() -> None:
     plain = torch.optim.LBFGS(parameters())
-    DistributedOptimizer(runtime(), plain)
-    with pytest.raises(UnsupportedError, match="pipeline_parallel_degree 1"):
-        DistributedOptimizer(runtime(2), plain)
+    DistributedOptimizer(runtime(2), plain)
+    shared = runtime()
+    shared.config = load("pytorch", {"shard_optimizer_state": True, "ddp": True}, environ={})
+    with pytest.raises(UnsupportedError, match="without fp16, bf16, shard_optimizer_state"):
+        DistributedOptimizer(shared, plain)
 
 
 def test_the_model_comes_before_the_state() -> None:

@@ -251,7 +251,7 @@ def make_whole(tensors: Iterable[torch.Tensor]) -> None:
     """
     for each in tensors:
         if is_owned(each):
-            leave([each])
+            leave(owned_in([each]))
             wake(each)
         elif isinstance(each, AbsentTensor):
             asked = _question(_TENSOR.clone, each, is_everywhere=True)
@@ -308,9 +308,11 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         with quiet_fakes(), keeper.fake_mode, Trial() as trial:
             result = func(*given[0], **given[1])
     except DATA_DEPENDENT:
-        numbers = {name: each for name, each in kwargs.items() if name in _NUMBERS}
-        if absent_in(numbers):  # which all ranks ask for, and not what is computed with them
-            told = {name: each.item() for name, each in numbers.items() if torch.is_tensor(each)}
+        given_numbers = {name: each for name, each in kwargs.items() if name in _NUMBERS}
+        if absent_in(given_numbers):  # all ranks ask for these, not for what is computed with them
+            told = {
+                name: each.item() for name, each in given_numbers.items() if torch.is_tensor(each)
+            }
             return func(*args, **{**kwargs, **told})
         return _with_values(func, args, kwargs, is_everywhere=True)
     except Exception as error:

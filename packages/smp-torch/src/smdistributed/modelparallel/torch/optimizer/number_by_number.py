@@ -50,6 +50,6 @@ def check_number_by_number(optimizer: torch.optim.Optimizer, why: str) -> None:
         return
     raise UnsupportedError(
         f"{why}, and {type(optimizer).__name__} may need whole ones, as those do that take norms "
-        "or means: use AdamW, SGD or another one of torch that works number by number. If this one does, say "
-        "so by the attribute updates_number_by_number = True of its class."
+        "or means: use AdamW, SGD or another one of torch that works number by number. If this one "
+        "does, say so by the attribute updates_number_by_number = True of its class."
     )

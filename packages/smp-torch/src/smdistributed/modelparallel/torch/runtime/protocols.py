@@ -88,6 +88,10 @@ class Optimizer(Protocol):
         """What the losses of its models are multiplied by; None for nothing."""
 
     @property
+    def needs_wholes(self) -> bool:
+        """Whether its updates look at more than this rank has."""
+
+    @property
     def is_updating(self) -> bool:
         """Whether what its masters are updated by runs."""
 
