@@ -3,55 +3,58 @@
 Use it as ``import smdistributed.modelparallel.torch as smp``.
 """
 
-from smdistributed.modelparallel.common.groups import CommGroup, RankType
-from smdistributed.modelparallel.torch import amp
-from smdistributed.modelparallel.torch import model as model
-from smdistributed.modelparallel.torch import nn as nn
-from smdistributed.modelparallel.torch import optimizers as optimizers
-from smdistributed.modelparallel.torch import patches as patches
-from smdistributed.modelparallel.torch.api.building import (
-    delay_param_initialization,
-    model_creation,
-    partition,
-    set_activation_checkpointing,
-    set_partition,
-)
-from smdistributed.modelparallel.torch.api.checkpoints import (
-    load,
-    resume_from_checkpoint,
-    save,
-    save_checkpoint,
-)
-from smdistributed.modelparallel.torch.api.data import ElasticSampler
-from smdistributed.modelparallel.torch.api.groups import (
-    get_cp_process_group,
-    get_dp_process_group,
-    get_mp_process_group,
-    get_pp_process_group,
-    get_rdp_process_group,
-    get_tp_process_group,
-    get_world_process_group,
-)
-from smdistributed.modelparallel.torch.api.memory import memory
-from smdistributed.modelparallel.torch.api.planning import plan
-from smdistributed.modelparallel.torch.api.slot import facade
-from smdistributed.modelparallel.torch.api.start import init
-from smdistributed.modelparallel.torch.api.tensor_parallel import (
-    hvd_average_grads,
-    set_tensor_parallelism,
-    tensor_parallelism,
-    tp_register,
-    tp_register_with_module,
-)
-from smdistributed.modelparallel.torch.api.training import (
-    DistributedModel,
-    DistributedOptimizer,
-    clip_grad_norm_,
-    is_tracing,
-    step,
-)
-from smdistributed.modelparallel.torch.state_mod import state
-from smdistributed.modelparallel.torch.stepping.output import StepOutput
+from smdistributed.modelparallel.common.importing import without_collector
+
+with without_collector():
+    from smdistributed.modelparallel.common.groups import CommGroup, RankType
+    from smdistributed.modelparallel.torch import amp
+    from smdistributed.modelparallel.torch import model as model
+    from smdistributed.modelparallel.torch import nn as nn
+    from smdistributed.modelparallel.torch import optimizers as optimizers
+    from smdistributed.modelparallel.torch import patches as patches
+    from smdistributed.modelparallel.torch.api.building import (
+        delay_param_initialization,
+        model_creation,
+        partition,
+        set_activation_checkpointing,
+        set_partition,
+    )
+    from smdistributed.modelparallel.torch.api.checkpoints import (
+        load,
+        resume_from_checkpoint,
+        save,
+        save_checkpoint,
+    )
+    from smdistributed.modelparallel.torch.api.data import ElasticSampler
+    from smdistributed.modelparallel.torch.api.groups import (
+        get_cp_process_group,
+        get_dp_process_group,
+        get_mp_process_group,
+        get_pp_process_group,
+        get_rdp_process_group,
+        get_tp_process_group,
+        get_world_process_group,
+    )
+    from smdistributed.modelparallel.torch.api.memory import memory
+    from smdistributed.modelparallel.torch.api.planning import plan
+    from smdistributed.modelparallel.torch.api.slot import facade
+    from smdistributed.modelparallel.torch.api.start import init
+    from smdistributed.modelparallel.torch.api.tensor_parallel import (
+        hvd_average_grads,
+        set_tensor_parallelism,
+        tensor_parallelism,
+        tp_register,
+        tp_register_with_module,
+    )
+    from smdistributed.modelparallel.torch.api.training import (
+        DistributedModel,
+        DistributedOptimizer,
+        clip_grad_norm_,
+        is_tracing,
+        step,
+    )
+    from smdistributed.modelparallel.torch.state_mod import state
+    from smdistributed.modelparallel.torch.stepping.output import StepOutput
 
 is_initialized = facade.is_initialized
 rank = facade.rank

@@ -306,6 +306,9 @@ class _Run:
             for task in range(lag * self.num_nodes + later, len(self.waiting), self.num_nodes):
                 self.waiting[task] += 1
         self.is_forward = [kind is Kind.FORWARD for kind, _ in graph.passes]
+        self.is_last = [kind is Kind.WEIGHT_GRADIENTS for kind, _ in graph.passes]
+        self.completes = [kind.completes for kind, _ in graph.passes]
+        self.has_turns = policy.room is not None or policy.rank_by_rank
         self.nodes: list[list[int]] = [[] for _ in range(graph.num_ranks)]
         for node, rank in enumerate(graph.ranks):
             self.nodes[rank].append(node)
@@ -362,24 +365,26 @@ class _Run:
     def _start_next(self, rank: int, now: float) -> None:
         if self.busy[rank]:
             return
+        begun, ready = self.begun, self.ready
         can_run = [
             node
             for node in self.nodes[rank]
-            if self.begun[node] < self.ready[node] and self._may_begin(rank, node)
+            if begun[node] < ready[node] and self._may_begin(rank, node)
         ]
         if not can_run:
             return
-        forward_class = self._forward_class(rank)
-        node = min(can_run, key=lambda node: self._key(node, forward_class))
-        microbatch = self.begun[node]
-        self.begun[node] += 1
+        (node, *others) = can_run
+        if others:
+            forward_class = self._forward_class(rank)
+            node = min(can_run, key=lambda node: self._key(node, forward_class))
+        task = begun[node] * self.num_nodes + node
+        begun[node] += 1
         if self.is_forward[node]:
             self.forwards_left[rank] -= 1
             self.kept[rank] += self.graph.kept[node]
-        if self.graph.passes[node][0] is not Kind.WEIGHT_GRADIENTS:
+        if not self.is_last[node]:
             self.was_forward[rank] = self.is_forward[node]
         self.busy[rank] = True
-        task = microbatch * self.num_nodes + node
         self.orders[rank].append(task)
         self._push_event(now + self.graph.durations[node], task)
 
@@ -387,8 +392,7 @@ class _Run:
         if not self.is_forward[node]:
             return self.forwards_left[rank] <= 0
         room, before = self.policy.room, self.before[node]
-        is_bounded = room is not None or self.policy.rank_by_rank
-        if is_bounded and before is not None and self.begun[node] == self.begun[before]:
+        if self.has_turns and before is not None and self.begun[node] == self.begun[before]:
             return False  # in turn, or what is left for it would be another's
         return room is None or self.kept[rank] + self.needed[node] <= room + _ROUNDING
 
@@ -402,10 +406,9 @@ class _Run:
         """The priority of the next task of a node; the smallest goes first."""
         policy, microbatch = self.policy, self.begun[node]
         if policy.shuffle is not None:
-            is_last = self.graph.passes[node][0] is Kind.WEIGHT_GRADIENTS
-            return is_last, self.preferences[node] + self.aging * microbatch
+            return self.is_last[node], self.preferences[node] + self.aging * microbatch
         fill = (policy.max_in_flight or 0) if policy.fill_first else 0
-        if self.graph.passes[node][0] is Kind.WEIGHT_GRADIENTS:
+        if self.is_last[node]:
             group = 3  # nobody waits for it: it goes where the rank would be idle
         elif self.is_forward[node]:
             group = 0 if microbatch < fill else forward_class
@@ -418,20 +421,22 @@ class _Run:
         microbatch, node = divmod(task, self.num_nodes)
         rank = self.graph.ranks[node]
         self.busy[rank] = False
-        if self.graph.passes[node][0].completes:
+        if self.completes[node]:
             self.kept[rank] -= self.graph.kept[node]
         changed.add(rank)
         for follower, delay, lag in self.followers[node]:
             if microbatch + lag >= self.num_microbatches:
                 continue
             later = (microbatch + lag) * self.num_nodes + follower
-            self.arrivals[later] = max(self.arrivals[later], now + delay)
+            if now + delay > self.arrivals[later]:
+                self.arrivals[later] = now + delay
             self.waiting[later] -= 1
-            if not self.waiting[later]:
-                if self.arrivals[later] > now:
-                    self._push_event(self.arrivals[later], ~later)
-                else:
-                    changed.add(self._make_ready(later))
+            if self.waiting[later]:
+                continue
+            if self.arrivals[later] > now:
+                self._push_event(self.arrivals[later], ~later)
+            else:
+                changed.add(self._make_ready(later))
 
     def _push_event(self, time: float, what: int) -> None:
         heapq.heappush(self.events, (time, self.serial, what))
