@@ -14,12 +14,13 @@ nothing but shapes is the same on every processor, and a small whole number is e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeGuard
 
 import torch
 
-from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode, pytree
+from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode
 from smdistributed.modelparallel.torch.tensors.memory import MemoryNotes
 
 #: So many units in the last place an operation may err.
@@ -29,8 +30,10 @@ _ULPS = 4
 _MARGIN = 100
 #: Where rounding moves more than this share of a result, equality with it would say nothing.
 _VAGUE = 1e-2
-#: Floats of whole numbers below this are taken for exact.
-_EXACT = 2.0**20
+#: Floats of whole numbers up to this are taken for exact.
+_EXACT = 2.0**20 - 1
+#: So many numbers are drawn at once: most results have few, and each draw takes its time.
+_DRAWN = 4096
 
 
 class Rounding(TorchDispatchMode):
@@ -44,21 +47,21 @@ class Rounding(TorchDispatchMode):
     def __init__(self, drawn: Iterable[torch.Tensor], seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._draws = torch.Generator().manual_seed(seed)
+        self._drawn = torch.empty(0)
         self._touched = MemoryNotes[None]()
         for each in drawn:
             self._touch(each)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [each for each in pytree.tree_leaves((args, kwargs)) if _is_real(each)]
+        given = _tensors_in(args, *(kwargs or {}).values())
         if not any(each in self._touched for each in given):
             return result
-        aliases = [each.alias_info for each in func._schema.returns]
-        if any(each is not None and not each.is_write for each in aliases):
-            return result  # a view, of memory that is known
-        for each in pytree.tree_leaves(result):
-            if _is_real(each) and (each.is_floating_point() or each.is_complex()):
-                each.copy_(self._rounded(each))
+        if _gives_views(func):
+            return result  # of memory that is known
+        for each in _tensors_in(result):
+            if each.is_floating_point() or each.is_complex():
+                each.mul_(self._factors(each))
                 self._touch(each)
         return result
 
@@ -66,16 +69,39 @@ class Rounding(TorchDispatchMode):
         if _is_real(tensor):
             self._touched[tensor] = None
 
-    def _rounded(self, tensor: torch.Tensor) -> torch.Tensor:
-        real = tensor.real.dtype if tensor.is_complex() else tensor.dtype
-        errors = torch.rand(tensor.shape, generator=self._draws, dtype=torch.float64)
+    def _factors(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what the numbers of a result are multiplied by to err."""
+        limits = torch.finfo(tensor.real.dtype if tensor.is_complex() else tensor.dtype)
         # Towards zero, so that the largest numbers stay finite.
-        errors = errors.mul_(-_ULPS * torch.finfo(real).eps).add_(1)
-        moved = (tensor * errors).to(tensor.dtype)
+        factors = self._draw(tensor.shape).mul(-_ULPS * limits.eps).add_(1)
         if tensor.is_complex():
-            return moved
-        is_exact = (tensor == tensor.round()) & (tensor.abs() < _EXACT)
-        return torch.where(is_exact, tensor, moved)
+            return factors
+        largest = min(_EXACT, limits.max)
+        return factors.masked_fill_(tensor.clamp(-largest, largest).round_() == tensor, 1)
+
+    def _draw(self, shape: torch.Size) -> torch.Tensor:
+        number = shape.numel()
+        if number > len(self._drawn):
+            most = max(number, _DRAWN)
+            self._drawn = torch.rand(most, generator=self._draws, dtype=torch.float64)
+        found, self._drawn = self._drawn[:number], self._drawn[number:]
+        return found.view(shape)
+
+
+def _tensors_in(*values: object) -> Iterator[torch.Tensor]:
+    """Yields the tensors among arguments or results of an operation, also of lists."""
+    for value in values:
+        if _is_real(value):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(*value)
+
+
+@functools.cache
+def _gives_views(func: Any) -> bool:
+    """Whether an operation gives views of its arguments, rather than writing to them."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return any(each is not None and not each.is_write for each in aliases)
 
 
 class Tolerance:
@@ -128,5 +154,5 @@ def _unit(tensor: torch.Tensor) -> float:
     return torch.finfo(tensor.dtype).eps * _norm(tensor)
 
 
-def _is_real(value: object) -> bool:
+def _is_real(value: object) -> TypeGuard[torch.Tensor]:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
