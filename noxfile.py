@@ -92,11 +92,12 @@ ON_DEVICES = {
     ),
     "tensorflow": ("tf_equality", "tf_checkpoints", "tf_optimizers"),
 }
-#: Files of tests that start processes of PyTorch and that other lanes of ``tests`` run than the
-#: first: lanes are to take as long as each other.
-IN_SECOND_LANE, IN_THIRD_LANE = (
-    tuple(f"packages/smp-torch/tests/multiproc/test_{name}.py" for name in names)
-    for names in (("plan", "restarts", "formats"), ("experts", "context_parallel"))
+#: Files of tests that start processes of PyTorch and that the third lane of ``tests`` runs, not the
+#: first: lanes are to take as long as each other. No other lane has some, since each run of pytest
+#: imports PyTorch twice, to collect and for the process that is copied (18 s of a processor).
+IN_THIRD_LANE = tuple(
+    f"packages/smp-torch/tests/multiproc/test_{name}.py"
+    for name in ("experts", "context_parallel", "plan", "restarts", "formats")
 )
 #: Tests of these kinds start processes.
 PROCESSES = ("multiproc", "architectures", "failures")
@@ -327,13 +328,13 @@ def check_in_setting(session: Runner, name: str, *words: str) -> None:
 
 def check_with_torch(session: Runner) -> None:
     """One lane of ``tests``: what starts processes of PyTorch."""
-    elsewhere = (f"--ignore={place}" for place in (*IN_SECOND_LANE, *IN_THIRD_LANE))
+    elsewhere = (f"--ignore={place}" for place in IN_THIRD_LANE)
     check_processes(session, ["smp-torch"], *elsewhere, *session.posargs, kinds=("multiproc",))
     check_in_setting(session, "other-maker", *OTHER_MAKER_SMOKE)
 
 
 def check_with_tensorflow(session: Runner) -> None:
-    """A second lane: what starts TensorFlow, or one process, and some of the first."""
+    """A second lane: what starts TensorFlow, or one process."""
     words = session.posargs
     check_types(session)
     check_imports(session)
@@ -343,7 +344,6 @@ def check_with_tensorflow(session: Runner) -> None:
     check_docs(session, "-D", "html_theme=basic")
     check_builds(session, "-m", "not slow")
     check_processes(session, ["smp-tf"], *words)
-    run_tests(session, "-m", "not slow", LONGEST, *IN_SECOND_LANE, *words)
     # Last, since every process of TensorFlow would import some of it.
     install_groups(session, "examples")
     check_examples(session, *words)
