@@ -16,10 +16,8 @@ from smdistributed.modelparallel.common.config import ConfigWarning
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.launcher import (
     copies,
-    dry_run,
     flight_recorder,
     job,
-    plan,
     restarts,
     roll_call,
     settings,
@@ -121,6 +119,9 @@ def _run(argv: list[str]) -> int:
         os.environ, file.parameters, [settings.parse_setting(text) for text in arguments.set]
     )
     if arguments.plan:
+        # Plans and pictures, and the tables in which they are shown, are a third of all imports.
+        from smdistributed.modelparallel.common.launcher import plan
+
         machine = plan.machine_of(hosts, arguments.plan, arguments.memory)
         request = plan.Request(program, hosts, machine, parameters=merged.parameters)
         return plan.run(request, settings.launch_environment(os.environ, merged))
@@ -148,6 +149,8 @@ def _run(argv: list[str]) -> int:
     command_of = partial(build_command, mpirun=mpirun, as_root=as_root, num_cores=num_cores)
     calling = partial(build_roll_call, mpirun=mpirun, as_root=as_root, num_cores=num_cores)
     if arguments.dry_run:
+        from smdistributed.modelparallel.common.launcher import dry_run
+
         shown = replace(described, copied_from="ADDRESS") if copied else described
         dry_run.show(hosts, config, merged.sources, command_of(shown))
         return 0
