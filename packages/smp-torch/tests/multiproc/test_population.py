@@ -2,8 +2,8 @@
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
-``asked_gradients``,
-``kept_features``, ``derived_numbers``, ``split_buffers`` and ``at_rest`` generate the scripts. What
+``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``split_buffers`` and
+``at_rest`` generate the scripts. What
 is refused says why; nothing may give other numbers than plain PyTorch. Every run tries samples that
 go through all of them in strides; the slow parts are the whole of them.
 """

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.planning.parts import on_one_rank, part_giving, parts_between
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, Value
-from smdistributed.modelparallel.torch.record.questions.ahead import changed_slots
+from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, Value, changed_attributes
 from smdistributed.modelparallel.torch.record.questions.question import Before
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -120,4 +119,4 @@ class QuestionPlans:
 
 def _writes(graph: Graph) -> bool:
     """Whether calls between modules write to parameters or buffers."""
-    return any(True for node in graph.nodes for _ in changed_slots(node))
+    return any(True for node in graph.nodes for _ in changed_attributes(node))
