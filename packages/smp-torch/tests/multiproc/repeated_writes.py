@@ -245,13 +245,13 @@ def _result(code: str) -> torch.Tensor | None:
 
     What draws is for ``uses``: the library draws other numbers than plain PyTorch.
     """
-    base = torch.sigmoid(torch.linspace(-1, 1, 8).view(2, 4).requires_grad_())
-    part, by = base * 0.4 + 0.3, 1 - base
-    before = part.detach().clone()
-    names = {"torch": torch, "F": F, "nn": nn, "part": part, "by": by}
     generator = torch.get_rng_state()
     try:
-        exec(code, names)
+        with torch.device("cpu"):  # whose generator that is, also where others compute on GPUs
+            base = torch.sigmoid(torch.linspace(-1, 1, 8).view(2, 4).requires_grad_())
+            part, by = base * 0.4 + 0.3, 1 - base
+            before = part.detach().clone()
+            exec(code, {"torch": torch, "F": F, "nn": nn, "part": part, "by": by})
         if not torch.equal(generator, torch.get_rng_state()):
             return None
         (part * by).sum().backward()

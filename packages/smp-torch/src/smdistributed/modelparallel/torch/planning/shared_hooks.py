@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.absence.tensors import gradients_hidden
+from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor, gradients_hidden
 from smdistributed.modelparallel.torch.compat.private.distributed import collectives_seen
 from smdistributed.modelparallel.torch.compat.private.modes import (
     TorchDispatchMode,
@@ -309,6 +309,8 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, AbsentTensor) or isinstance(other, AbsentTensor):
+        return True  # it is of another partition, whose rank sees whether they are
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
     return type(one) is type(other) and (not isinstance(one, str) or one == other)
