@@ -92,6 +92,12 @@ def start(config: dict[str, object], name: str) -> None:
 CONFIGS: dict[str, dict[str, object]] = {
     "one": {"pipeline_parallel_degree": 1},
     "pp2": {"pipeline_parallel_degree": 2},
+    # Modules are where the script says, and else on rank 0.
+    "placed": {
+        "pipeline_parallel_degree": 2,
+        "auto_partition": False,
+        "default_partition": 0,
+    },
     "halves": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
     "v": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble_v"},
     # Passes are captured as CUDA graphs, or as what stands for them; messages are laid down.
@@ -164,6 +170,8 @@ ONE_WORLD = (
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
 #: Where ranks have parts of parameters, which are whole between two steps.
 IN_PARTS = {"sdp2": IN_SHARDS, **dict.fromkeys(("tp2", "tp2-auto", "pp2-tp2"), ("at rest",))}
+#: The worlds in which some populations alone are tried.
+IN_SOME = {**IN_PARTS, "placed": ("recomputed",)}
 #: Where ranks have partitions, whose values the others read between two steps.
 IN_PIPELINES = ("pp2", "v")
 #: World -> population -> the first script that every run tries, and every how many the next. Those
@@ -180,7 +188,6 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "order": (240, 960),
         "views": (720, 1440),
         "repeated": (460, 920),
-        "recomputed": (287, 720),
         "around": (0, 24),
         "gradients": (0, 512),
         "asked": (0, 680),
@@ -188,9 +195,10 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "features": (128, 256),
         "derived": (0, 1046),
         "at rest": (0, 120),
-        "shown": (0, 570),
+        "shown": (546, 570),
         "buffers": (0, 262),
     },
+    "placed": {"recomputed": (287, 720)},
     "sdp2": {"loops": (0, 80), "parameters": (12, 24), "roads": (0, 40), "at rest": (40, 120)},
     "tp2": {"at rest": (91, 120)},
     # Without graphs, what is around a step of one partition is around plain Python. Nothing is
@@ -224,9 +232,7 @@ PARTS = [
     (world, kind, part)
     for world in WORLDS
     for kind in POPULATIONS
-    if (
-        kind in IN_PARTS[world] if world in IN_PARTS else kind != "at rest" or world in IN_PIPELINES
-    )
+    if (kind in IN_SOME[world] if world in IN_SOME else kind != "at rest" or world in IN_PIPELINES)
     for part in range(STRIDES[kind])
 ]
 
