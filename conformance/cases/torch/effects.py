@@ -78,12 +78,12 @@ def checkpointed_modules_keep_no_activations(adapter: Any) -> None:
 # Random numbers
 
 
-def masks(adapter: Any, model: Any) -> Any:
-    """Returns the masks of one step, [microbatch, rows, WIDTH]."""
+def masks(adapter: Any, model: Any, width: int = WIDTH) -> Any:
+    """Returns the masks of one step, [microbatch, rows, width]."""
     import torch
 
     step = adapter.smp.step(lambda model, x: model(x))
-    output = step(model, torch.ones(8, WIDTH, device=adapter.device))
+    output = step(model, torch.ones(8, width, device=adapter.device))
     return output.stack().cpu()
 
 
@@ -94,7 +94,8 @@ def masks_of_dropout_differ_between_microbatches_steps_and_replicas(adapter: Any
 
     torch.manual_seed(11 + adapter.smp.dp_rank())
     model = adapter.smp.DistributedModel(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)))
-    first, second = masks(adapter, model), masks(adapter, model)
+    # So wide that no two are alike by chance.
+    first, second = masks(adapter, model, 64), masks(adapter, model, 64)
     found = adapter.smp.allgather([*first, *second], adapter.smp.DP_GROUP)
     drawn = [mask for replica in found for mask in replica]
     assert len(drawn) == 2 * MICROBATCHES * adapter.smp.dp_size()
