@@ -60,12 +60,13 @@ class Absence:
 
     Attributes:
         is_read: the library reads what is here.
-        calling: has all of the model here for a call between steps, from its beginning to its end.
+        calling: gives what has all of the model here for a call between steps, if that lives: it is
+            not kept by the model.
     """
 
     def __init__(self, runtime: TorchRuntime) -> None:
         self._runtime = runtime
-        self.calling: Calling | None = None
+        self.calling: Callable[[], Calling | None] = _nothing
         self._handles: list[RemovableHandle] = []
         self.is_read = False
         self._num_calls = 0
@@ -113,8 +114,9 @@ class Absence:
         """
         if self._runtime.is_in_step:
             return
-        if self.calling is not None and not self.has_slices and not torch.is_grad_enabled():
-            self.calling.begin_call()
+        calling = None if self.has_slices or torch.is_grad_enabled() else self.calling()
+        if calling is not None:
+            calling.begin_call()
             self._num_calls += 1
         else:
             raise SMPError(
@@ -127,9 +129,9 @@ class Absence:
 
     def end_call(self) -> None:
         """Ends what ``begin_call`` has begun."""
-        if self._num_calls and self.calling is not None:
+        if self._num_calls and (calling := self.calling()) is not None:
             self._num_calls -= 1
-            self.calling.end_call()
+            calling.end_call()
 
     def check_state(self, name: str) -> None:
         """Raises if the state of a module is read that is not here.

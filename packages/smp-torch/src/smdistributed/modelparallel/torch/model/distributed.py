@@ -130,7 +130,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             self._attach_replicas()
         self._whole_state = WholeState(self, runtime.communicator)
         self._whole_calls = WholeCalls(runtime, self.holder.holds)
-        self.holder.absence.calling = self
+        self.holder.absence.calling = weakref.ref(self)
         if runtime.topology.size > 1:
             self._whole_state.watch(module)
         self.rest()
