@@ -447,6 +447,8 @@ def test_state_and_layers_as_many_scripts_have_them_are_exact(worlds: Worlds) ->
         "activation with a weight in all blocks",
         "penalty of a router",
         "two packed recurrent layers",
+        "view of a buffer left in an attribute",
+        "dlpack of a buffer of a layer, written",
     ]
     for found in run(worlds, WORLDS["pp2"], try_uses, names):
         assert set(found.values()) == {"exact"}

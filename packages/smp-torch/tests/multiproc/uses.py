@@ -1027,6 +1027,32 @@ USES = {
         init="self.third = Router(4, 4)",
         loss="loss = ((out - y) ** 2).mean() + NET.third.penalty",
     ),
+    "view of a buffer left in an attribute": Use(
+        top="""
+            class Leaving(nn.Linear):
+                def forward(self, x):
+                    x = super().forward(x)
+                    self.kept.mul_(0.5).add_(x.detach().mean(0))
+                    self.last = self.kept[:4]
+                    return x
+        """,
+        init="self.leaving = Leaving(4, 4); self.leaving.register_buffer('kept', torch.ones(4))",
+        glue="x = self.leaving(x)",
+        late="x = x + self.leaving.last",
+    ),
+    "dlpack of a buffer, written": Use(
+        init=_SHOWN_BUFFER, glue="torch.from_dlpack(self.kept).add_(0.1)"
+    ),
+    "dlpack of a buffer of a layer, written": Use(
+        top="""
+            class Sharing(nn.Linear):
+                def forward(self, x):
+                    torch.from_dlpack(self.kept).add_(0.1)
+                    return super().forward(x) * self.kept
+        """,
+        init="self.sharing = Sharing(4, 4); self.sharing.register_buffer('kept', torch.ones(4))",
+        late="x = self.sharing(x)",
+    ),
     "array of a buffer, read": Use(
         init=_SHOWN_BUFFER, glue="x = x * float(self.kept.numpy().sum())"
     ),

@@ -382,8 +382,9 @@ class Program:
                 expression = f"taps[{node.taps.index(output.source)}]"
             else:
                 expression = "result" + _access(output.source)
-                if output.source in node.shown and (node.stateful or not output.requires_grad):
-                    expression += ".clone()"
+            slots = node.shown.get(output.source)  # type: ignore[arg-type]
+            if slots is not None and (node.stateful or not slots):
+                expression += ".clone()"
             lines.append(f"v{output.index} = {expression}")
         if node.values:
             lines.append(f"alike({node.name!r}, {self._constant(node.values)}, result)")

@@ -397,22 +397,30 @@ def _check_rewrites(graph: Graph) -> None:
 
 
 def _check_shown(graph: Graph) -> None:
-    """Refuses reading what a leaf has returned of what it keeps, after its next call.
+    """Refuses reading what a leaf has given of what it keeps, after a call that may write to it.
 
-    In one process that shows what the next call has written; here it is a copy.
+    In one process that shows what the call has written; here it is a copy.
     """
-    last_calls: dict[nn.Module, Node] = {}
+    calls: dict[nn.Module, Node] = {}
+    writers: dict[tuple[nn.Module, str], Node] = {}
     for node in graph.nodes:
         for value in node.inputs:
             maker = value.node
-            if value.source in maker.shown and last_calls[maker.target] is not maker:
+            if value.source not in maker.shown:
+                continue
+            slots = maker.shown[value.source]
+            later = [writers.get(slot, maker) for slot in slots] or [calls[maker.target]]
+            if any(each.index > maker.index for each in later):
                 raise UnsupportedError(
-                    f"{node.name} reads what {maker.name} has returned of a buffer or an attribute "
-                    "of its own, after another call of that module, which may have written to it. "
-                    "Have the module return a copy (x.clone()), or read it before."
+                    f"{node.name} reads what {maker.name} has given of a buffer or an attribute of "
+                    "its own, after another call of a module, which may have written to it. Have "
+                    "the module return a copy (x.clone()), or read it before."
                 )
         if node.kind is NodeKind.LEAF:
-            last_calls[node.target] = node
+            calls[node.target] = node
+            writers.update(
+                ((module, name), node) for module, names in node.stateful.items() for name in names
+            )
 
 
 def _called_again(graph: Graph) -> list[str]:

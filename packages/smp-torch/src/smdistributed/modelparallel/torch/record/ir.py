@@ -163,8 +163,8 @@ class Node:
             that it changes.
         decides: LEAF: it decides by numbers that fakes do not have.
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
-        shown: LEAF: where in its result tensors stand that lie in the memory of what it keeps: the
-            others get copies, which its next calls do not write to.
+        shown: LEAF: where tensors leave it that lie in the memory of what it keeps, and the
+            parameters and buffers that lie there: others get copies, if its calls write to that.
         kept: LEAF: where those stand that it has put into attributes, too.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         lifted, lifts: LEAF: what is lifted out of it, as of its entry.
@@ -204,7 +204,7 @@ class Node:
     decides: bool = False
     in_turn: str = ""
     rewrites: bool = False
-    shown: frozenset[Path] = frozenset()
+    shown: dict[Path | Tap, frozenset[tuple[nn.Module, str]]] = field(default_factory=dict)
     kept: frozenset[Path] = frozenset()
     lifted: tuple[nn.Module, ...] = ()
     lifts: bool = False

@@ -48,7 +48,7 @@ class Scene:
         draw_names: module -> its name in the keys of random numbers.
         roots: the user's models.
         slots: id of a fake -> its model, and the slot where it is.
-        storages: of all fakes.
+        storages: the memory of all fakes, with the slots of those that lie there.
         inner: leaf -> the modules in it.
         holding: leaf -> of the parameters and buffers in it the dicts, the names there, the fakes.
         leaf_of: module -> the outermost leaf that it is in.
@@ -87,7 +87,11 @@ class Scene:
             for model in models
             for slot, fake in reversed(model.slots.items())
         }
-        self.storages = {storage_of(fake) for model in models for fake in model.slots.values()}
+        self.storages: dict[int, frozenset[Slot]] = {}
+        for model in models:
+            for slot, fake in model.slots.items():
+                memory = storage_of(fake)
+                self.storages[memory] = self.storages.get(memory, frozenset()) | {slot}
         self._real: dict[int, torch.Tensor] = {}
         self.inner = {leaf: tuple(leaf.modules()) for leaf in leaves}
         fakes = {slot: fake for model in models for slot, fake in model.slots.items()}
@@ -221,6 +225,12 @@ class Scene:
     def flags_of(self, leaf: nn.Module) -> tuple[bool, ...]:
         """Returns whether each module in a leaf trains."""
         return tuple(map(_TRAINING, self.inner_of(leaf)))
+
+    def slots_in(self, tensor: torch.Tensor) -> frozenset[Slot]:
+        """Returns the parameters and buffers in whose memory a tensor lies."""
+        if tensor.layout is not torch.strided:
+            return frozenset()
+        return self.storages.get(storage_of(tensor), frozenset())
 
     def slot_name(self, slot: Slot) -> str:
         """Returns the dotted name of a parameter or buffer."""

@@ -25,7 +25,7 @@ from smdistributed.modelparallel.torch.compat.private.checkpointing import (
 )
 from smdistributed.modelparallel.torch.compat.private.compiled import run_eagerly
 from smdistributed.modelparallel.torch.compat.private.distributed import collectives_seen
-from smdistributed.modelparallel.torch.compat.private.modes import past_recording
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.compat.transformers_runs import (
     transformers_as_in_a_real_run,
 )
@@ -169,21 +169,30 @@ def _saved_tensors_hooks_seen(listener: Listener) -> Iterator[None]:
         saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
 
 
+@functools.cache  # code that calls them finds the same functions in all microbatches
+def _past_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of torch that makes tensors of memory, as it runs past recording modes."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, FakeTensor) for each in args):
+            raise UnsupportedError(
+                f"torch.{function.__name__} is given a tensor that has no memory yet, in code that "
+                "is recorded before values exist. Use the tensor itself, or call it inside one "
+                "module that stays whole."
+            )
+        with past_recording():
+            return function(*args, **kwargs)
+
+    return call
+
+
 @contextlib.contextmanager
 def _real_tensors_from_memory() -> Iterator[None]:
     """Lets what makes tensors of other libraries' memory make real ones: no mode sees its calls."""
     replaced = {name: getattr(torch, name) for name in ("from_numpy", "frombuffer", "from_dlpack")}
-
-    def past(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with past_recording():
-                return function(*args, **kwargs)
-
-        return call
-
     for name, function in replaced.items():
-        setattr(torch, name, past(function))
+        setattr(torch, name, _past_modes(function))
     try:
         yield
     finally:

@@ -300,13 +300,16 @@ class LeafCalls:
     ) -> None:
         """Completes the entry of a leaf's call, after the call."""
         self._now.keep_result(entry, result)
-        slots = [each for each in changes if each.owner and each.owner.attribute in _SLOTS]
-        kept = self._scene.storages | _memory_in(slots)
-        entry.shown = frozenset(
-            path
-            for path, tensor in entry.outputs
-            if id(tensor) in self._now.stood_in or _lies_in(tensor, kept)
+        anew = _memory_in(
+            [each for each in changes if each.owner and each.owner.attribute in _SLOTS]
         )
+        entry.shown = {
+            path: self._scene.slots_in(tensor)
+            for path, tensor in entry.outputs
+            if id(tensor) in self._now.stood_in
+            or _lies_in(tensor, anew)
+            or self._scene.slots_in(tensor)
+        }
         left = _memory_in(changes)
         entry.kept = frozenset(path for path, each in entry.outputs if _lies_in(each, left))
         entry.effects = [

@@ -139,7 +139,8 @@ class Entry:
         asks: LEAF: it decides by inputs of the step.
         decides: LEAF: it decides by numbers that fakes do not have.
         runs_backward: LEAF: its backward pass runs code of the user's.
-        shown: LEAF: where in its result tensors stand that lie in the memory of what it keeps.
+        shown: LEAF: where in its result tensors stand that lie in the memory of what it keeps, and
+            the parameters and buffers that lie there.
         kept: LEAF: where those stand that it has put into attributes, too.
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
@@ -192,7 +193,7 @@ class Entry:
     asks: bool = False
     decides: bool = False
     runs_backward: bool = False
-    shown: frozenset[Path] = frozenset()
+    shown: dict[Path, frozenset[tuple[nn.Module, str]]] = field(default_factory=dict)
     kept: frozenset[Path] = frozenset()
     in_turn: str = ""
     sees_backward: bool = False

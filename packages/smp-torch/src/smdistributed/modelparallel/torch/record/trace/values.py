@@ -182,7 +182,7 @@ class Values:
             decides=entry.decides,
             in_turn=entry.in_turn,
             rewrites=entry.rewrites,
-            shown=entry.shown,
+            shown=dict[Any, Any](entry.shown),
             kept=entry.kept,
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
@@ -443,6 +443,8 @@ class Values:
         if escaped is not None and not self._state.leaf_depth:
             node, entry, tap, _ = escaped
             node.taps.append(tap)
+            if slots := self._scene.slots_in(tensor):
+                node.shown[tap] = slots
             # Those that are lifted out carry it out in each microbatch.
             is_carried = any(each is tensor for each in entry.given_to_hooks)
             if isinstance(tap.module, Function) and not is_carried:
