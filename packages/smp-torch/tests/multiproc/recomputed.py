@@ -143,3 +143,45 @@ RECOMPUTED = {
     f"{state}, {way}, {place}": _use(*STATES[state], *WAYS[way], PLACES[place])
     for state, way, place in itertools.product(STATES, WAYS, PLACES)
 }
+
+
+#: A checkpointed call in which a layer goes by how it is switched: over both partitions, on one, and
+#: in a layer.
+_SWITCHED_CALLS = {
+    "across": "x = checkpoint(lambda x: self.b(torch.tanh(self.a(x))), x, use_reentrant=False)",
+    "near": "x = checkpoint(self.a, x, use_reentrant=False)",
+    "inside": "x = self.inner(x)",
+}
+#: When it is switched.
+_SWITCHES = {
+    "never": Use(),
+    "between": Use(
+        loss="loss = ((out - y) ** 2).mean(); NET.eval()",
+        backward="model.backward(loss); NET.train()",
+    ),
+    "after": Use(body="NET.train()", backward="model.backward(loss); NET.eval()"),
+    "for good": Use(body="NET.train()", loss="loss = ((out - y) ** 2).mean(); NET.eval()"),
+}
+SWITCHED = {
+    f"{call}, {switch}": Use(
+        top="""
+            import smdistributed.modelparallel.torch as smp
+            class Switched(nn.Linear):
+                def forward(self, x):
+                    return torch.tanh(super().forward(x) * (2 if self.training else 3))
+            class Again(nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.inner = Switched(4, 4)
+                def forward(self, x):
+                    return checkpoint(self.inner, x, use_reentrant=False)
+        """,
+        init="self.a, self.b, self.inner = Switched(4, 4), Switched(4, 4), Again()",
+        built="[smp.set_partition(part, index) for index, part in ((0, net.a), (1, net.b), (0, net.second), (1, net.third))]",
+        glue=glue,
+        body=_SWITCHES[switch].body,
+        loss=_SWITCHES[switch].loss,
+        backward=_SWITCHES[switch].backward,
+    )
+    for (call, glue), switch in itertools.product(_SWITCHED_CALLS.items(), _SWITCHES)
+}

@@ -2,10 +2,10 @@
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
-``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``split_buffers`` and
-``at_rest`` generate the scripts. What
-is refused says why; nothing may give other numbers than plain PyTorch. Every run tries samples that
-go through all of them in strides; the slow parts are the whole of them.
+``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``reached``,
+``split_buffers`` and ``at_rest`` generate the scripts. What is refused says why; nothing may give
+other numbers than plain PyTorch. Every run tries samples that go through all of them in strides;
+the slow parts are the whole of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import loops
 import order
 import population
 import pytest
+import reached
 import recomputed
 import repeated_writes
 import several_gradients
@@ -70,6 +71,7 @@ STRIDES = {
     "derived": 523,
     "at rest": 40,
     "shown": 285,
+    "reached": 294,
     "buffers": 131,
 }
 
@@ -159,12 +161,13 @@ POPULATIONS = {
     "derived": mixed(derived_numbers.DERIVED),
     "at rest": mixed(at_rest.ACTS),
     "shown": mixed(shown.SHOWS),
+    "reached": mixed(reached.REACHED),
     "buffers": mixed(split_buffers.SPLIT),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
     *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
-    *("features", "derived", "shown", "buffers"),
+    *("features", "derived", "shown", "buffers", "reached"),
 )
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
@@ -214,7 +217,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "views": (0, 1440),
     },
     # Halves are in a V too.
-    "v": {"uses": (61, 80), "order": (481, 960)},
+    "v": {"uses": (61, 80), "order": (481, 960), "reached": (0, 882)},
     # What is captured must not miss what is kept, written, used, or done around a step.
     "graphs": {
         "recomputed": (1791, 1920),
@@ -316,9 +319,19 @@ def try_shown(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(shown.SHOWS[name]) for name in names}
 
 
+def try_reached(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some layers that reach what another one keeps on this rank."""
+    return {name: uses.outcome(reached.REACHED[name]) for name in names}
+
+
 def try_recomputed(names: Sequence[str]) -> dict[str, Any]:
     """Returns what became of some checkpointed calls that write state."""
     return {name: uses.outcome(recomputed.RECOMPUTED[name]) for name in names}
+
+
+def try_switched(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some checkpointed calls of modules that are switched on this rank."""
+    return {name: uses.outcome(recomputed.SWITCHED[name]) for name in names}
 
 
 def try_around(names: Sequence[str]) -> dict[str, str]:
@@ -385,6 +398,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "features": try_features,
     "derived": try_derived,
     "shown": try_shown,
+    "reached": try_reached,
     "at rest": try_at_rest,
     "buffers": try_buffers,
 }
@@ -452,6 +466,31 @@ def test_state_and_layers_as_many_scripts_have_them_are_exact(worlds: Worlds) ->
     ]
     for found in run(worlds, WORLDS["pp2"], try_uses, names):
         assert set(found.values()) == {"exact"}
+
+
+def test_what_is_computed_again_is_switched_as_it_was(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["pp2"], try_switched, list(recomputed.SWITCHED)):
+        exact = {name for name, each in found.items() if each == "exact"}
+        assert exact == {
+            *("across, never", "near, never", "inside, never"),
+            *("across, after", "near, after"),
+        }
+        others = [each for name, each in found.items() if name not in exact]
+        assert all("switched by train() or eval()" in each for each in others)
+
+
+def test_what_layers_reach_is_there_and_as_it_is_or_they_are_refused(worlds: Worlds) -> None:
+    #: Script -> what it is refused for.
+    expected = {
+        "trained, reads, writes data, list, then": "",
+        "buffer, nothing, writes, method, then": "",
+        "buffer, nothing, writes, list, shown": "after another call of a module",
+        "buffer, sets, writes, list, shown": "after another call of a module",
+        "buffer, writes, writes data, list, far before": "which its partition does not have",
+    }
+    for found in run(worlds, WORLDS["pp2"], try_reached, list(expected)):
+        for name, reason in expected.items():
+            assert reason in found[name] if reason else found[name] == "exact", name
 
 
 def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> None:
@@ -551,6 +590,7 @@ def try_scripts(worlds: Worlds, world: str, kind: str, names: Sequence[str]) -> 
     # By one function of several, a hook of several gradients, or what a module overwrites.
     is_often_refused = kind in (
         *("order", "writes", "repeated", "gradients", "asked gradients", "derived", "shown"),
+        "reached",
     )
     assert counts["exact"] >= num_scripts // (7 if is_often_refused else 3)
     assert world not in IN_PARTS or counts["exact"] >= num_scripts * 3 // 4

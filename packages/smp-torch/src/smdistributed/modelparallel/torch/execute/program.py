@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -197,6 +197,7 @@ class Program:
         self._plan = plan
         leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
         self.leaves = {node.target for node in segment.nodes if node.kind is NodeKind.LEAF}
+        self._stateful = plan.graph.stateful
         self._called_again = {leaf for leaf, calls in Counter(leaves).items() if calls > 1}
         self._names: dict[str, Any] = {
             "torch": torch,
@@ -383,7 +384,7 @@ class Program:
             else:
                 expression = "result" + _access(output.source)
             slots = node.shown.get(output.source)  # type: ignore[arg-type]
-            if slots is not None and (node.stateful or not slots):
+            if slots is not None and (node.stateful or not slots or self._is_written(slots)):
                 expression += ".clone()"
             lines.append(f"v{output.index} = {expression}")
         if node.values:
@@ -394,6 +395,10 @@ class Program:
             given = "".join(f", v{each.index}" for each in values)
             lines.append(f"checked({node.name!r}, {self._constant(values)}{given})")
         return lines
+
+    def _is_written(self, slots: Iterable[tuple[nn.Module, str]]) -> bool:
+        """Returns whether calls of any module change parameters or buffers."""
+        return any(name in self._stateful.get(module, ()) for module, name in slots)
 
     def _known_changes(self, node: Node) -> known_changes:
         is_last = node.target not in self._called_again and not any(

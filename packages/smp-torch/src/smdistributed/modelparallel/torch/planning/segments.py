@@ -113,7 +113,7 @@ class Plan:
     @cached_property
     def in_turn(self) -> list[str]:
         """Why microbatches must run one after the other; empty if they may overlap."""
-        return _called_again(self.graph) + [
+        return [*_called_again(self.graph), *_reached(self.graph)] + [
             f"of {node.name or 'the model'}, {node.in_turn}"
             for segment in self.segments
             if segment.index in self.backward
@@ -250,6 +250,7 @@ def cut(
             segment.costs += _saved_by_runs(segment, costs)
     _check_in_place(graph, readers, returned)
     _check_state(graph)
+    _check_reached(graph, owner_of)
     _check_rewrites(graph)
     _check_shown(graph)
     with_gradient, backward = _backward_reach(graph, segments)
@@ -359,18 +360,9 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
                 )
 
 
-def _stateful(graph: Graph) -> dict[nn.Module, set[str]]:
-    """Returns the modules that keep state, with the names of what their calls change."""
-    found: dict[nn.Module, set[str]] = {}
-    for node in graph.nodes:
-        for module, names in node.stateful.items():
-            found.setdefault(module, set()).update(names)
-    return found
-
-
 def _check_state(graph: Graph) -> None:
     """Refuses code that reads what a module changes."""
-    stateful = _stateful(graph)
+    stateful = graph.stateful
     for node in graph.nodes:
         if node.kind is NodeKind.ATTRIBUTE and node.target[1] in stateful.get(node.target[0], ()):
             raise UnsupportedError(
@@ -378,6 +370,22 @@ def _check_state(graph: Graph) -> None:
                 "microbatches that are under way would see each other's. Read it between two "
                 "calls of step functions, or put the modules on one partition."
             )
+
+
+def _check_reached(graph: Graph, owner_of: Callable[[Slot], int]) -> None:
+    """Refuses modules that use, without being given it, what their partition does not have."""
+    stateful = graph.stateful
+    for node in graph.nodes:
+        for (module, name), is_whole in node.reached.items():
+            has_one_home = is_whole or name in module._parameters
+            is_absent = has_one_home and owner_of((module, name)) != node.rank
+            if is_absent or (not is_whole and name in stateful.get(module, ())):
+                raise UnsupportedError(
+                    f"{node.name} uses {_slot(module, name)} without being given it, which "
+                    "its partition does not have, or not alone while a call in this step changes "
+                    "it. Pass it as an argument (and return what it becomes), or put the modules "
+                    "on one partition."
+                )
 
 
 def _check_rewrites(graph: Graph) -> None:
@@ -428,7 +436,7 @@ def _called_again(graph: Graph) -> list[str]:
 
     Each segment goes through the microbatches in order, and several segments take turns.
     """
-    stateful = _stateful(graph)
+    stateful = graph.stateful
     visits: dict[nn.Module, set[tuple[int, bool]]] = {}
     for node in graph.nodes:
         for module, flag in zip(node.modules, node.flags, strict=True):
@@ -441,6 +449,21 @@ def _called_again(graph: Graph) -> list[str]:
         for module, found in visits.items()
         if len(found) > 1
     ]
+
+
+def _reached(graph: Graph) -> list[str]:
+    """Returns which modules use what another one changes, or change it themselves."""
+    stateful = graph.stateful
+    return [
+        f"{node.name} uses what another module has and a call changes ({_slot(module, name)})"
+        for node in graph.nodes
+        for module, name in node.reached
+        if name in stateful.get(module, ())
+    ]
+
+
+def _slot(module: nn.Module, name: str) -> str:
+    return f"{type(module).__name__}.{name}"
 
 
 def _check_carried(segments: Sequence[SegmentNodes], backward: set[int]) -> None:

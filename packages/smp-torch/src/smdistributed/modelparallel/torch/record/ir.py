@@ -166,6 +166,8 @@ class Node:
         shown: LEAF: where tensors leave it that lie in the memory of what it keeps, and the
             parameters and buffers that lie there: others get copies, if its calls write to that.
         kept: LEAF: where those stand that it has put into attributes, too.
+        reached: LEAF: parameters and buffers of other modules that it reads or writes to by itself,
+            with whether their modules are whole.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         lifted, lifts: LEAF: what is lifted out of it, as of its entry.
         outside: LEAF: where forward hooks are that are lifted out of it.
@@ -206,6 +208,7 @@ class Node:
     rewrites: bool = False
     shown: dict[Path | Tap, frozenset[tuple[nn.Module, str]]] = field(default_factory=dict)
     kept: frozenset[Path] = frozenset()
+    reached: Mapping[tuple[nn.Module, str], bool] = field(default_factory=dict)
     lifted: tuple[nn.Module, ...] = ()
     lifts: bool = False
     outside: tuple[HookSpot, ...] = ()
@@ -240,8 +243,12 @@ class Node:
     @property
     def trial(self) -> Trial:
         """LEAF: what became of it when it was tried out, which each rank does by itself."""
-        places = {module: place for place, module in enumerate(self.modules)}
-        stateful = {places[module]: names for module, names in self.stateful.items()}
+        # What it writes to in other modules all have seen in its call.
+        stateful = {
+            place: self.stateful[module]
+            for place, module in enumerate(self.modules)
+            if module in self.stateful
+        }
         return Trial(self.in_turn, self.rewrites, stateful, self.work)
 
     def take(self, trials: Mapping[int, Trial], owner: int | None) -> None:
@@ -415,6 +422,15 @@ class Graph:
             for position, value in enumerate(node.outputs):
                 of_value[value] = f"{names[-1]}.{position}"
         return names
+
+    @property
+    def stateful(self) -> dict[nn.Module, set[str]]:
+        """The modules that keep state, with the names of what calls change."""
+        found: dict[nn.Module, set[str]] = {}
+        for node in self.nodes:
+            for module, names in node.stateful.items():
+                found.setdefault(module, set()).update(names)
+        return found
 
     def trials(self, names: Sequence[str]) -> dict[str, Trial]:
         """Returns what became of leaves that were tried out, by the names of their nodes.

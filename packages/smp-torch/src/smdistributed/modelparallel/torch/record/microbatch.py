@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,12 @@ from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace.constants import Constants
 from smdistributed.modelparallel.torch.record.trace.overwritten import check_not_overwritten
-from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, Trace
+from smdistributed.modelparallel.torch.record.trace.tree import (
+    Constant,
+    Entry,
+    EntryKind,
+    Trace,
+)
 from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.carried import Carried, Contents, copied
 from smdistributed.modelparallel.torch.state.growth import Growth
@@ -125,6 +130,8 @@ class Microbatch:
             trace.
         stood_in: by id, fakes for tensors that modules have returned without computing them from
             fakes.
+        slots_set: by memory, the parameters and buffers that modules have put it in, while these
+            are open.
         specs: by id, how tensors look now that calls have changed the looks of.
         grown: what leaves have added to containers that others see.
         pending: the numbers that were taken from activations.
@@ -169,6 +176,7 @@ class Microbatch:
         self.contents: dict[Carried, Contents] = {}
         self.aliases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.stood_in: dict[int, torch.Tensor] = {}
+        self.slots_set: dict[int, frozenset[tuple[nn.Module, str]]] = {}
         self.specs: dict[int, TensorSpec] = {}
         self.grown: list[Growth] = []
         self.log: list[Entry] = []
@@ -178,6 +186,13 @@ class Microbatch:
         self.leaf_runs = LeafRuns(context.scene, context.state, context.calls, context.random)
 
     # What is there
+
+    def calls_made_again(self) -> Iterator[Entry]:
+        """Yields the calls of modules that a backward pass makes again, so far."""
+        calls = [each for each in self.log if each.kind is EntryKind.LEAF]
+        for entry in (*calls, *(span.entry for span in self.spans)):
+            if entry.checkpoints or entry.region is not None:
+                yield entry
 
     def new_values(self, changed: Container[Slot] = ()) -> Values:
         """Returns what stands for what at the start; see ``Values``."""

@@ -411,6 +411,7 @@ class Recorder(TorchFunctionMode):
                     check_not_overwritten(entry, overwritten(inside[position:]))
             self._attributes.refuse_own([span.entry], span.set_outside)
             self._leaves.note_borrowed(span, opened.log)
+            self._attributes.refuse_switch([span.entry] if span.entry.checkpoints else ())
             self._attributes.refuse_difference([span.entry], span.snapshot, own)
         for span in opened.spans:
             if span not in chosen and not span.is_inside(set(chosen)):
@@ -631,6 +632,8 @@ class Recorder(TorchFunctionMode):
         if isinstance(tensors, torch.Tensor):
             tensors, grad_tensors = [tensors], None if grad_tensors is None else [grad_tensors]
         starts = [None] * len(tensors) if grad_tensors is None else grad_tensors
+        with self._state.pausing():
+            self._attributes.refuse_switch(self._now.calls_made_again())
         for tensor, start in zip(tensors, starts, strict=True):
             if start is not None:
                 # The same gradient, from a scalar; recorded like the user's own code.

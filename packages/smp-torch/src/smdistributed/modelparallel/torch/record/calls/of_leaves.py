@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import has_gradient_hooks
 from smdistributed.modelparallel.torch.record.calls.outside import OutsideHooks
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
+from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
 from smdistributed.modelparallel.torch.record.leaves.lending import (
@@ -245,9 +246,11 @@ class LeafCalls:
                 watch.tell(entry)
                 entry.inner, entry.hooked = run.inner, run.hooked
                 entry.hook_calls = run.hook_calls
+                entry.checkpoints = run.done.has_regions
                 entry.borrowed = self._borrowed(entry, run.borrowed)
+                self._tell_reached(entry, run.borrowed, run.done.written)
                 self._lend(entry, run.done)
-                self._complete(entry, result, run.changes, handed)
+                self._complete(entry, result, run.changes, handed, _slots_set(run.changes))
             if (left := _left_behind(entry, given)) is not None:
                 raise left
             if alike is not None and alike != run.lines:
@@ -297,19 +300,14 @@ class LeafCalls:
         result: Any,
         changes: Sequence[Change],
         handed: Mapping[Carried, Contents],
+        slots_set: Mapping[int, frozenset[Slot]],
     ) -> None:
         """Completes the entry of a leaf's call, after the call."""
         self._now.keep_result(entry, result)
-        anew = _memory_in(
-            [each for each in changes if each.owner and each.owner.attribute in _SLOTS]
-        )
-        entry.shown = {
-            path: self._scene.slots_in(tensor)
-            for path, tensor in entry.outputs
-            if id(tensor) in self._now.stood_in
-            or _lies_in(tensor, anew)
-            or self._scene.slots_in(tensor)
-        }
+        for path, tensor in entry.outputs:
+            slots = self._slots_in(tensor, slots_set)
+            if slots or id(tensor) in self._now.stood_in:
+                entry.shown[path] = slots
         left = _memory_in(changes)
         entry.kept = frozenset(path for path, each in entry.outputs if _lies_in(each, left))
         entry.effects = [
@@ -365,6 +363,45 @@ class LeafCalls:
         known = given.union(made, self._scene.slots)
         return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
 
+    def _note_reached(self, span: Span) -> None:
+        """Notes which parameters and buffers of others a module uses that may become a leaf."""
+        assert self._now.new is not None
+        inside = [each for each in self._now.new[span.start : span.end] if not each.is_of_hook]
+        read = [each for entry in inside for each in _tensors_given(entry)]
+        self._tell_reached(span.entry, read, [each for entry in inside for each in entry.changed])
+        span.entry.checkpoints = _have_regions(inside, span.entry)
+
+    def _slots_in(
+        self, tensor: torch.Tensor, slots_set: Mapping[int, frozenset[Slot]]
+    ) -> frozenset[Slot]:
+        """Returns the parameters and buffers in whose memory a tensor lies, or has been put."""
+        if tensor.layout is not torch.strided:
+            return frozenset()
+        return self._scene.slots_in(tensor) | slots_set.get(storage_of(tensor), frozenset())
+
+    def _tell_reached(
+        self, entry: Entry, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
+    ) -> None:
+        """Notes in an entry which parameters and buffers of others a leaf uses, and is not given.
+
+        Args:
+            entry: of its call.
+            read: what it has read.
+            written: what it has written to.
+        """
+        inside = set(entry.modules)
+        given = {slot for each in _tensors_given(entry) for slot in self._scene.slots_in(each)}
+
+        def of_others(tensors: Iterable[torch.Tensor]) -> set[Slot]:
+            found = [self._slots_in(each, self._now.slots_set) for each in tensors]
+            others = [slots for slots in found if inside.isdisjoint(dict(slots))]
+            return set[Slot]().union(*others) - given
+
+        changed = of_others(written)
+        for module, name in changed:
+            entry.stateful.setdefault(module, set()).add(name)
+        entry.reached = frozenset(changed | of_others(read))
+
     def _lend(self, entry: Entry, done: Done, *, pins: bool = True) -> None:
         """Lends a leaf what it has read and is not given, and says so to its other calls.
 
@@ -395,7 +432,7 @@ class LeafCalls:
         read += [each for each in left if id(each) in before]
         span.entry.borrowed = self._borrowed(span.entry, read, made)
         written = [tensor for entry in inside for tensor in entry.changed]
-        has_regions = any(entry.region not in (None, span.entry.region) for entry in inside)
+        has_regions = _have_regions(inside, span.entry)
         done = Done(span.snapshot, span.entry.changes, span.entry.left, written, has_regions)
         self._lend(span.entry, done, pins=False)
 
@@ -449,7 +486,9 @@ class LeafCalls:
             entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
             for tap, tensor in made_by_calls(now.new[span.start : span.end], entry.region):
                 entry.inner.setdefault(id(tensor), (tap, tensor))
-            self._complete(entry, result, changes, handed)
+            now.slots_set.update(_slots_set(changes))
+            self._note_reached(span)
+            self._complete(entry, result, changes, handed, now.slots_set)
             span.left_behind = _left_behind(entry, items)
             entry.hooked = hooked_calls([span, *now.spans[first:]])
         return result
@@ -615,6 +654,11 @@ class LeafCalls:
 _Items = list[tuple[list[Any] | dict[Any, Any], list[Any]]]
 
 
+def _have_regions(inside: Iterable[Entry], entry: Entry) -> bool:
+    """Returns whether calls in that of a module are checkpointed by themselves."""
+    return any(each.region not in (None, entry.region) for each in inside)
+
+
 def _tensors_given(entry: Entry) -> Iterator[torch.Tensor]:
     return placeholders((entry.args, entry.kwargs), torch.Tensor)
 
@@ -649,6 +693,18 @@ def _left_behind(entry: Entry, given: _Items) -> UnsupportedError | None:
                 "the tensor."
             )
     return None
+
+
+def _slots_set(changes: Iterable[Change]) -> dict[int, frozenset[Slot]]:
+    """Returns the memory of tensors that a leaf has made its parameters or buffers, with these."""
+    found: dict[int, frozenset[Slot]] = {}
+    for change in changes:
+        if change.owner and change.owner.attribute in _SLOTS:
+            module, attribute = change.owner
+            slots = frozenset((module, name) for name in getattr(module, attribute))
+            for memory in _memory_in([change]):
+                found[memory] = found.get(memory, frozenset()) | slots
+    return found
 
 
 def _memory_in(changes: Iterable[Change]) -> set[int]:

@@ -233,6 +233,8 @@ class LeafAttributes:
         for leaf, entries in self._called.items():
             self._refuse_difference(leaf)
             self.refuse_own(entries, self._own.get(leaf, {}))
+            # Regions of code between modules find them as they were called.
+            self.refuse_switch(each for each in entries if each.checkpoints)
         for name, state in self._later:
             if found := state.differences():
                 raise _changed(found[0].holder.path, f"the backward pass of {name}")
@@ -273,6 +275,24 @@ class LeafAttributes:
             return False
         self._refuse_if_seen(entries, found)
         return True
+
+    def refuse_switch(self, entries: Iterable[Entry]) -> None:
+        """Raises if modules train that did not when they were called, or the other way round.
+
+        Args:
+            entries: calls that the backward pass makes again, as modules are switched then.
+
+        Raises:
+            UnsupportedError: they do.
+        """
+        for entry in entries:
+            if entry.flags != self._scene.flags_of(entry.target):
+                raise UnsupportedError(
+                    f"{entry.name} is called in a checkpointed call or has one in it, and is "
+                    "switched by train() or eval() in the same step: the backward pass, which "
+                    "calls it again, would find it switched otherwise. Switch it between two calls "
+                    "of step functions."
+                )
 
     def refuse_own(
         self, entries: Iterable[Entry], places: Mapping[tuple[nn.Module, str], Any]

@@ -60,7 +60,7 @@ class LeafRun:
         read: what it read that no recorded call made.
         hook_calls: the calls of hooks that are lifted out of it.
         made: what it called.
-        borrowed: what it read that code outside of it has made.
+        borrowed: what it read that code outside of it has made, and the parameters and buffers.
         done: what else may matter to who lends it that.
     """
 

@@ -139,9 +139,11 @@ class Entry:
         asks: LEAF: it decides by inputs of the step.
         decides: LEAF: it decides by numbers that fakes do not have.
         runs_backward: LEAF: its backward pass runs code of the user's.
+        checkpoints: LEAF: there are checkpointed calls in it.
         shown: LEAF: where in its result tensors stand that lie in the memory of what it keeps, and
             the parameters and buffers that lie there.
         kept: LEAF: where those stand that it has put into attributes, too.
+        reached: LEAF: parameters and buffers of other modules that it reads or writes to by itself.
         rewrites: LEAF: its next call may write to what this one was given, unseen by autograd.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         sees_backward: LEAF: its next forward pass may see what a backward pass has changed.
@@ -193,8 +195,10 @@ class Entry:
     asks: bool = False
     decides: bool = False
     runs_backward: bool = False
+    checkpoints: bool = False
     shown: dict[Path, frozenset[tuple[nn.Module, str]]] = field(default_factory=dict)
     kept: frozenset[Path] = frozenset()
+    reached: frozenset[tuple[nn.Module, str]] = frozenset()
     in_turn: str = ""
     sees_backward: bool = False
     rewrites: bool = False

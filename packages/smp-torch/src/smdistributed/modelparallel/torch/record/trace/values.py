@@ -63,7 +63,8 @@ class Values:
     Attributes:
         graph: that is written at present; inside a leaf one of its own.
         read: what calls have read that no recorded call made; inside a leaf by its calls.
-        borrowed: inside a leaf, what its calls have read of that code outside of it has made.
+        borrowed: inside a leaf, what its calls have read of that code outside of it has made, and
+            the parameters and buffers.
         written: inside a leaf, what its calls have changed in place.
         made: inside a leaf, its calls.
         models: those whose parameters or buffers were read.
@@ -184,6 +185,7 @@ class Values:
             rewrites=entry.rewrites,
             shown=dict[Any, Any](entry.shown),
             kept=entry.kept,
+            reached={slot: slot[0] in self._scene.leaf_of for slot in entry.reached},
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
             outside=tuple({spot: None for spot, is_lifted in entry.hooks if is_lifted}),
@@ -426,6 +428,7 @@ class Values:
     def _of_slot(self, tensor: torch.Tensor) -> Value:
         model, slot = self._scene.slots[id(tensor)]
         self.models.add(model.model)
+        self.borrowed[id(tensor)] = tensor
         # Parameters live on one rank, as do the modules that stay whole; buffers of the others are
         # everywhere, and of the same content as long as nothing in the step changes them.
         replicated = (
