@@ -40,6 +40,12 @@ PLACES = {
     "far": Use(glue="x, _ = self.keeper(x)", late="x = self.reaching(x)"),
     "far before": Use(glue="x = self.reaching(x)", late="x, _ = self.keeper(x)"),
     "around": Use(glue="x = self.reaching(x)\nx, _ = self.keeper(x)", late="x = self.reaching(x)"),
+    "apart": Use(
+        glue="x, _ = self.keeper(x)",
+        late="x = self.reaching(x)",
+        # Where the user says where modules are; the keeper is on partition 0.
+        built="[smp.set_partition(each, 1) for each in (net.reaching, net.third, net.fourth)]",
+    ),
     "shown": Use(glue="x, shown = self.keeper(x)\nx = self.reaching(x)", late="x = x + shown"),
 }
 
@@ -48,6 +54,7 @@ def _use(kept: str, own: str, other: str, way: str, place: str) -> Use:
     found, name = WAYS[way]
     return Use(
         top=f"""
+            import smdistributed.modelparallel.torch as smp
             KEEPER = []
             class Keeper(nn.Linear):
                 def __init__(self):
@@ -70,6 +77,7 @@ def _use(kept: str, own: str, other: str, way: str, place: str) -> Use:
         init="self.keeper = Keeper(); self.reaching = Reaching()",
         glue=PLACES[place].glue,
         late=PLACES[place].late,
+        built=PLACES[place].built,
     )
 
 

@@ -206,6 +206,13 @@ class _Tree:
             if len({module for module, _ in slots}) > 1
             for slot in slots
         }
+        #: What modules use past the tree goes where they go, unless the user says where.
+        self.reached = {} if pinned or profile is None else profile.reached
+        self.shared |= {
+            slot: self.shared.get(slot, fakes.slot_name(slot))
+            for slot in set[Slot]().union(*self.reached.values())
+            if slot in fakes.slots
+        }
         parents = Counter(child for each in fakes.model.modules() for child in each.children())
         #: What is inside a module with several parents, and has parameters or buffers itself.
         self.of_several = {
@@ -301,9 +308,10 @@ def _unit(tree: _Tree, module: nn.Module, order: int) -> Unit:
 
 def _keys(tree: _Tree, module: nn.Module) -> Iterator[str]:
     """Yields what names a module's own tensors where units on other ways hold them, too."""
-    for name in module._parameters:
-        if (module, name) in tree.shared:
-            yield tree.shared[module, name]
+    own = ((module, name) for name in (*module._parameters, *module._buffers))
+    for slot in (*own, *tree.reached.get(module, ())):
+        if slot in tree.shared:
+            yield tree.shared[slot]
     if module in tree.of_several:
         yield tree.of_several[module]
 

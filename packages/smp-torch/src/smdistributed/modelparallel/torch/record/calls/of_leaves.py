@@ -363,13 +363,32 @@ class LeafCalls:
         known = given.union(made, self._scene.slots)
         return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
 
-    def _note_reached(self, span: Span) -> None:
-        """Notes which parameters and buffers of others a module uses that may become a leaf."""
-        assert self._now.new is not None
-        inside = [each for each in self._now.new[span.start : span.end] if not each.is_of_hook]
-        read = [each for entry in inside for each in _tensors_given(entry)]
-        self._tell_reached(span.entry, read, [each for entry in inside for each in entry.changed])
-        span.entry.checkpoints = _have_regions(inside, span.entry)
+    def _note_reached(self, span: Span, inner: Iterable[Span]) -> None:
+        """Notes which parameters and buffers of others a module uses that may become a leaf.
+
+        Args:
+            span: its call.
+            inner: the calls in it.
+        """
+        now, entry = self._now, span.entry
+        assert now.new is not None
+        below = [each for each in inner if each.parent is span]
+        own = set(range(span.start, span.end)).difference(*(range(e.start, e.end) for e in below))
+        calls = [each for each in map(now.new.__getitem__, sorted(own)) if not each.is_of_hook]
+        read = [tensor for each in calls for tensor in _tensors_given(each)]
+        self._tell_reached(entry, read, [tensor for each in calls for tensor in each.changed])
+        entry.checkpoints = _have_regions([*calls, *(each.entry for each in below)], entry)
+        if entry.reached:
+            profile = self._calls.profile
+            found = profile.reached.get(span.module, frozenset())
+            profile.reached[span.module] = found | entry.reached
+        inside = set(entry.modules)
+        for each in below:
+            entry.checkpoints |= each.entry.checkpoints
+            entry.reached |= {slot for slot in each.entry.reached if slot[0] not in inside}
+            for module, names in each.entry.stateful.items():
+                if module not in inside:
+                    entry.stateful.setdefault(module, set()).update(names)
 
     def _slots_in(
         self, tensor: torch.Tensor, slots_set: Mapping[int, frozenset[Slot]]
@@ -487,7 +506,7 @@ class LeafCalls:
             for tap, tensor in made_by_calls(now.new[span.start : span.end], entry.region):
                 entry.inner.setdefault(id(tensor), (tap, tensor))
             now.slots_set.update(_slots_set(changes))
-            self._note_reached(span)
+            self._note_reached(span, now.spans[first:])
             self._complete(entry, result, changes, handed, now.slots_set)
             span.left_behind = _left_behind(entry, items)
             entry.hooked = hooked_calls([span, *now.spans[first:]])

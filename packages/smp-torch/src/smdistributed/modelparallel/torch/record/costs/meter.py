@@ -92,11 +92,13 @@ class Profile:
         crossing: for the call of each module, by its order, the bytes that would cross a cut
             before it; and for the end.
         step_draws: the random numbers that the step function itself draws, outside all modules.
+        reached: the parameters and buffers of others that a module's own code uses, past the tree.
     """
 
     modules: dict[nn.Module, ModuleProfile] = field(default_factory=dict)
     crossing: list[int] = field(default_factory=list)
     step_draws: Draws = Draws()
+    reached: dict[nn.Module, frozenset[tuple[nn.Module, str]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
