@@ -624,9 +624,18 @@ class LeafCalls:
                 return placeholder.tensor
             return placeholder.stand_in()
 
-        args, kwargs = fill((entry.args, entry.kwargs), (Carried, Constant), stand_in)
-        again = functools.partial(self._now.call_inside, call, entry.target, *args, **kwargs)
-        return (args, kwargs), again
+        def arguments() -> tuple[Any, Any]:
+            filled: tuple[Any, Any] = fill(
+                (entry.args, entry.kwargs), (Carried, Constant), stand_in
+            )
+            return filled
+
+        def again() -> Any:
+            # With objects as they were: a cache has not what the last call has put into it.
+            args, kwargs = arguments()
+            return self._now.call_inside(call, entry.target, *args, **kwargs)
+
+        return arguments(), again
 
     def deed_of(self, call: Callable[..., Any], entry: Entry) -> Deed | None:
         """Returns what the call of a leaf does now; None where fakes do not show it."""
