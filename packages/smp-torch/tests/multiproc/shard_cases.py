@@ -550,19 +550,29 @@ def case_a_gradient_on_some_ranks() -> None:
 # ------------------------------------------------------------------ optimizers
 
 
-def case_only_what_works_number_by_number() -> None:
-    model = smp.DistributedModel(net())
-    with pytest.raises(UnsupportedError, match="Adafactor may need whole ones"):
-        smp.DistributedOptimizer(torch.optim.Adafactor(model.parameters()))
+def case_whole_updates() -> None:
+    """What looks at whole parameters gets them, keeps its state whole, and goes on from that."""
+    plain, twin = net(), net()
+    model = smp.DistributedModel(plain)
+    optimizer = smp.DistributedOptimizer(torch.optim.Adafactor(model.parameters(), lr=0.05))
+    other = torch.optim.Adafactor(twin.parameters(), lr=0.05)
 
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> Any:
-            return super().step(closure)
+    def both(optimizer: Any) -> None:
+        for parameter, same in zip(model.parameters(), twin.parameters(), strict=True):
+            gradient = torch.randn(same.shape)
+            parameter.grad, same.grad = gradient.clone(), gradient
+        nn.utils.clip_grad_norm_(twin.parameters(), smp.state.cfg.sdp_gradient_clipping)
+        optimizer.step(), other.step()
+        for parameter, same in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(parameter.detach().clone(), same.detach())
 
-    with pytest.raises(UnsupportedError, match="updates_number_by_number = True"):
-        smp.DistributedOptimizer(Own(model.parameters(), lr=0.1))
-    Own.updates_number_by_number = True  # type: ignore[attr-defined]
-    smp.DistributedOptimizer(Own(model.parameters(), lr=0.1))
+    both(optimizer)
+    for read in ("state_dict", "local_state_dict"):
+        state = getattr(optimizer, read)()
+        optimizer = smp.DistributedOptimizer(torch.optim.Adafactor(model.parameters(), lr=0.05))
+        optimizer.load_state_dict(state)
+        torch.testing.assert_close(optimizer.state_dict(), other.state_dict(), check_device=False)
+        both(optimizer)
 
 
 def case_delayed_parameters() -> None:
@@ -726,7 +736,7 @@ CASES: dict[str, Callable[[], object]] = {
     "ranks_that_differ_are_told": case_ranks_that_differ_are_told,
     "a_rank_that_gathers_less_is_told": case_a_rank_that_gathers_less_is_told,
     "a_gradient_on_some_ranks": case_a_gradient_on_some_ranks,
-    "only_what_works_number_by_number": case_only_what_works_number_by_number,
+    "whole_updates": case_whole_updates,
     "delayed_parameters": case_delayed_parameters,
     "sizes_are_told_of_all_parameters": case_sizes_are_told_of_all_parameters,
 }

@@ -50,17 +50,21 @@ def chosen() -> Any:
     return updates.population(["SGD", "total norm", "norms", "by hand, alpha"])
 
 
-@pytest.mark.parametrize(
-    ("world", "counts"),
-    [
-        ("owners", {"exact": 2, "refused": 6}),
-        # Whole between steps, for who updates by hand, too.
-        ("shards", {"exact": 5, "refused": 3}),
-    ],
-)
-def test_who_updates_what_a_rank_has_not(
-    worlds: Worlds, world: str, counts: dict[str, int]
-) -> None:
-    for found in run(worlds, WORLDS[world], chosen):
-        assert found["counts"] == counts
+def test_who_updates_what_a_rank_has_not(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["owners"], chosen):
+        assert found["counts"] == {"exact": 2, "refused": 6}
         assert found["told"]["SGD, plain"][1].endswith("call the step of what that returns.")
+
+
+def whole() -> Any:
+    """What looks at whole parameters; of some, what is wrapped alone."""
+    found = updates.population(["norms", "LBFGS"])
+    for name in ("assigning", "sharp, in two calls"):
+        found["told"][name] = updates.outcome(name, is_wrapped=True)
+    return found
+
+
+def test_shards_are_whole_for_who_asks(worlds: Worlds) -> None:
+    for found in run(worlds, WORLDS["shards"], whole):
+        assert found["counts"] == {"exact": 4}
+        assert set(found["told"].values()) == {("exact", "")}

@@ -89,6 +89,69 @@ class Around(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none)
 
 
+class Assigning(Own):
+    """Gives parameters other memory, and keeps how large their gradients were."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    size = self.state[each].setdefault("size", torch.zeros(len(each)))
+                    size.add_(each.grad.flatten(1).norm(dim=1) if each.dim() > 1 else each.grad)
+                    each.data = each.data - group["lr"] * each.grad / (1 + each.data.norm())
+                    each.grad = None
+
+
+class Sharp(torch.optim.Optimizer):
+    """Climbs along all gradients, comes back, and has another one descend."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self.inner = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.inner.param_groups
+
+    def _trained(self) -> list[Any]:
+        every = [each for group in self.param_groups for each in group["params"]]
+        return [each for each in every if each.grad is not None]
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        norm = torch.stack([each.grad.norm() for each in self._trained()]).norm()
+        for each in self._trained():
+            self.state[each]["before"] = each.data.clone()
+            each.add_(each.grad * (0.05 / norm))
+
+    @torch.no_grad()
+    def descend(self) -> None:
+        for each in self._trained():
+            each.data = self.state[each]["before"]
+        self.inner.step()
+
+    def step(self, closure: Any = None) -> None:
+        self.climb()
+        self.descend()
+
+
+class Slow(torch.optim.Optimizer):
+    """Looks ahead: slow weights follow those of another one every second update."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.inner = torch.optim.AdamW(parameters, lr=0.05)
+        super().__init__(self.inner.param_groups, {})
+        self.updates = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.updates += 1
+        for group in self.param_groups:
+            for each in group["params"]:
+                slow = self.state[each].setdefault("slow", each.detach().clone())
+                if self.updates % 2 == 0:
+                    slow.lerp_(each.detach(), 0.5)
+                    each.data.copy_(slow)
+
+
 class Way:
     """A way to update; what it computes beside the parameters is in ``seen``."""
 
@@ -200,6 +263,25 @@ class Averaged(Way):
         self.seen.append(float(sum(mean.sum() for mean in self._means)))
 
 
+class Searching(ByClosure):
+    def made(self) -> Any:
+        return torch.optim.LBFGS(self.parameters, lr=0.1, max_iter=2)
+
+
+class OfMatrices(Way):
+    def made(self) -> Any:
+        return torch.optim.Muon([each for each in self.parameters if each.dim() == 2], lr=0.05)
+
+
+class InTwoCalls(Way):
+    def made(self) -> Any:
+        return Sharp(self.parameters)
+
+    def update(self) -> None:
+        self.optimizer.climb()
+        self.optimizer.descend()
+
+
 def clip_by_hand(way: Way) -> None:
     norm = torch.stack([each.grad.norm() for each in way.parameters]).norm()
     for each in way.parameters:
@@ -277,6 +359,13 @@ WAYS: dict[str, type[Way]] = {
     "own": of(Own),
     "of all gradients": of(OfAll),
     "around another": of(lambda parameters: Around(optim.SGD(parameters, lr=0.1))),
+    "Adafactor": of(optim.Adafactor, lr=0.05),
+    **({"Muon": OfMatrices} if hasattr(optim, "Muon") else {}),
+    "LBFGS": Searching,
+    "assigning": of(Assigning),
+    "sharp": of(Sharp),
+    "sharp, in two calls": InTwoCalls,
+    "slow": of(Slow),
     "scheduled": Scheduled,
     "in groups": InGroups,
     "added up": Accumulated,

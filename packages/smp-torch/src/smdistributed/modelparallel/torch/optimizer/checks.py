@@ -28,6 +28,7 @@ from smdistributed.modelparallel.torch.optimizer.tensor_by_tensor import (
     check_tensor_by_tensor,
     depends_on_others,
 )
+from smdistributed.modelparallel.torch.optimizer.whole_update import bound_gradients
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)
@@ -35,9 +36,29 @@ logger = logging.getLogger(__name__)
 
 def has_masters(runtime: TorchRuntime) -> bool:
     """Whether optimizers update something in place of the parameters of models."""
+    return _keeps_more(runtime) or runtime.sharding_groups is not None
+
+
+def updates_masters(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer updates something in place of parameters.
+
+    Of parameters in shards that is the blocks, unless it looks at whole ones.
+    """
+    return has_masters(runtime) and (
+        not _shards_may_be_whole(runtime) or is_number_by_number(optimizer)
+    )
+
+
+def _keeps_more(runtime: TorchRuntime) -> bool:
+    """Whether there is more to an update than what is here of parameters."""
     config = runtime.config
-    is_sharded = config.shard_optimizer_state or runtime.sharding_groups is not None
-    return config.fp16 or config.bf16 or is_sharded
+    return config.fp16 or config.bf16 or config.shard_optimizer_state
+
+
+def _shards_may_be_whole(runtime: TorchRuntime) -> bool:
+    """Whether parameters are in shards that stand for whole ones between steps."""
+    is_alone = runtime.topology.mp_size == 1 and not _keeps_more(runtime)
+    return runtime.sharding_groups is not None and is_alone
 
 
 def check_update(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> None:
@@ -50,10 +71,13 @@ def check_update(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) -> Non
     Raises:
         UnsupportedError: it needs the gradients of others than the parameter, or all of it.
     """
+    if has_masters(runtime) and not updates_masters(runtime, optimizer):
+        return
     if isinstance(optimizer, torch.optim.LBFGS) and has_masters(runtime):
         raise UnsupportedError(
             "LBFGS searches along the gradient of the whole model, of which a rank has a part; use "
-            "it without fp16, bf16, shard_optimizer_state and sharded data parallelism."
+            "it without fp16, bf16, shard_optimizer_state, and sharded data parallelism beside "
+            "pipelines or tensor parallelism."
         )
     if runtime.sharding_groups is not None:
         why = "with sharded_data_parallel_degree above 1 ranks update a block of each parameter"
@@ -71,26 +95,29 @@ def needs_wholes(
 ) -> bool:
     """Whether an update looks at more than a rank has: at whole tensors, or at other gradients.
 
-    It is made as the script's own code runs between steps, with tensors that stand for whole ones
-    and for those of other partitions.
+    See ``whole_update`` for how it is made.
 
     Args:
         runtime: the state of the library in this process.
         optimizer: of the script.
         has_slices: whether it holds slices of tensor parallelism.
     """
-    if has_masters(runtime) or getattr(optimizer, "takes_norms_of_tensors", False):
+    if _shards_may_be_whole(runtime):
+        found = not is_number_by_number(optimizer)
+    elif has_masters(runtime) or getattr(optimizer, "takes_norms_of_tensors", False):
         return False
-    why = "with a pipeline a rank has the gradients of some parameters only"
-    found = has_slices and not is_number_by_number(optimizer)
-    if not found and runtime.topology.pp_size > 1:
-        found = depends_on_others(optimizer, why, has_whole_norms=True)
+    else:
+        why = "with a pipeline a rank has the gradients of some parameters only"
+        found = has_slices and not is_number_by_number(optimizer)
+        if not found and runtime.topology.pp_size > 1:
+            found = depends_on_others(optimizer, why, has_whole_norms=True)
     if found and runtime.rank == 0:
         logger.warning(
             "%s looks at whole parameters, or at the gradients of others: for its updates ranks "
-            "tell each other what they have, which takes time. Those that work number by number "
-            "(AdamW, SGD) need nothing of it; updates_number_by_number = True of a class says "
-            "that it does.",
+            "bring together what they have of parameters and gradients, which takes time, and "
+            "memory for all of them where there is no pipeline; what it keeps of a parameter each "
+            "rank keeps whole. Those that work number by number (AdamW, SGD) need nothing of it; "
+            "updates_number_by_number = True of a class says that it does.",
             type(optimizer).__name__,
         )
     return found
@@ -140,22 +167,27 @@ def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
     #: The models whose slices rest again after the step in progress.
     awake: list[Any] = []
 
+    def is_wrapped(optimizer: Any) -> bool:
+        return any(each.optimizer is optimizer for each in runtime.live_optimizers())
+
     def check(optimizer: Any, args: Any, kwargs: Any) -> None:
         groups = len(optimizer.param_groups)
         if known.get(optimizer, (-1,))[0] != groups:
             wrapped = runtime.live_optimizers()
-            is_wrapped = any(each.optimizer is optimizer for each in wrapped)
             # What an optimizer steps inside of another one's step is part of that.
-            if not is_wrapped and any(each.is_updating for each in wrapped):
+            if not is_wrapped(optimizer) and any(each.is_updating for each in wrapped):
                 return
             wholes = any(each.optimizer is optimizer and each.needs_wholes for each in wrapped)
-            if not is_wrapped:
+            if not is_wrapped(optimizer):
                 wholes = _check_unwrapped(runtime, optimizer)
-            trains = is_wrapped or bool(runtime.models_trained_by(optimizer))
+            trains = is_wrapped(optimizer) or bool(runtime.models_trained_by(optimizer))
             known[optimizer] = groups, trains, wholes
         runtime.num_updates += known[optimizer][1]
         if known[optimizer][2]:
             hide_gradients(False)
+        if known[optimizer][1] and not is_wrapped(optimizer):
+            bound_gradients(runtime, optimizer)
+        if known[optimizer][2]:
             return
         # The Python of a closure is the script's, which sees whole tensors.
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
@@ -185,9 +217,9 @@ def _check_unwrapped(runtime: TorchRuntime, optimizer: torch.optim.Optimizer) ->
     models = runtime.models_trained_by(optimizer)
     if not models:
         return False
-    topology, config = runtime.topology, runtime.config
-    is_alone = topology.dp_cp_size == 1 and not (config.fp16 or config.bf16)
-    if has_masters(runtime) and not is_alone:
+    config = runtime.config
+    is_alone = runtime.topology.dp_cp_size == 1 and not (config.fp16 or config.bf16)
+    if has_masters(runtime) and not is_alone and not _shards_may_be_whole(runtime):
         raise SMPError(
             f"{type(optimizer).__name__} holds parameters of a DistributedModel, and with fp16, "
             "bf16, shard_optimizer_state and sharded data parallelism the ranks update them "

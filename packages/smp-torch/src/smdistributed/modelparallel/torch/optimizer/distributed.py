@@ -25,11 +25,12 @@ from smdistributed.modelparallel.torch.optimizer.checks import (
     check_replaced,
     check_slices,
     check_update,
-    has_masters,
     needs_wholes,
+    updates_masters,
 )
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
 from smdistributed.modelparallel.torch.optimizer.shard_names import ShardNames
+from smdistributed.modelparallel.torch.optimizer.whole_update import update_wholes
 from smdistributed.modelparallel.torch.optimizers.base import FusedOptimizer
 from smdistributed.modelparallel.torch.precision.loss_scale import DynamicLossScale, LossScale
 from smdistributed.modelparallel.torch.precision.master_update import FP16_Optimizer, MasterUpdate
@@ -93,11 +94,12 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         self._masters: MasterUpdate | None = None
         #: For how many groups it is known, and whether it updates on wholes.
         self._wholes: tuple[int, bool] | None = None
+        self._is_updating_wholes = False
         if config.fp16 or config.bf16:
             scale = LossScale(runtime, loss_scale) if config.fp16 else None
             self.fp16_optimizer = FP16_Optimizer(runtime, optimizer, self._models_of(self), scale)
             self._masters = self.fp16_optimizer
-        elif has_masters(runtime):
+        elif updates_masters(runtime, optimizer):
             self._masters = MasterUpdate(runtime, optimizer, self._models_of(self))
         self._check_duplicates()
         self._check_replaced()
@@ -154,8 +156,8 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
 
     @property
     def is_updating(self) -> bool:
-        """Whether what its masters are updated by runs."""
-        return self._masters is not None and self._masters.is_updating
+        """Whether what its masters, or whole parameters, are updated by runs."""
+        return self._is_updating_wholes or (self._masters is not None and self._masters.is_updating)
 
     def take_gradients(self) -> None:
         """Brings gradients to what the wrapped optimizer updates; the next ``step`` takes these."""
@@ -231,20 +233,22 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         for model in self._accumulating_models():
             model.data_parallel.complete_accumulation()
         if self.needs_wholes:
-            return self._update(closure)
+            return self._update_wholes(closure)
         with self._parameters_awake():
             return self._update(None if closure is None else self._resting(closure))
 
     @property
     def needs_wholes(self) -> bool:
         """Whether its updates look at more than a rank has; see ``checks.needs_wholes``."""
+        if self._masters is not None:
+            return False
         groups = len(self.optimizer.param_groups)
         if self._wholes is None or self._wholes[0] != groups:
             has_slices = any(True for _ in self._models_in_slices())
-            self._wholes = (
-                groups,
-                needs_wholes(self._runtime, self.optimizer, has_slices=has_slices),
-            )
+            found = needs_wholes(self._runtime, self.optimizer, has_slices=has_slices)
+            if not all(model.partitioned for model in self._models()):
+                return found  # of which there may be slices yet
+            self._wholes = groups, found
         return self._wholes[1]
 
     def _models_in_slices(self) -> Iterator[DistributedModel]:
@@ -285,6 +289,13 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             with OnePassAdam({}, None, SMALLEST_ALONE):
                 return self.optimizer.step()
         return self.optimizer.step()
+
+    def _update_wholes(self, closure: Callable[[], Any] | None) -> Any:
+        self._is_updating_wholes = True
+        try:
+            return update_wholes(self._runtime, self.optimizer, closure)
+        finally:
+            self._is_updating_wholes = False
 
     def _check_replaced(self) -> None:
         check_replaced(self._runtime, (each for group in self._groups() for each in group))
@@ -356,7 +367,14 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
         models = self._models()
         for model in models:
             model.follow_changes()  # a parameter may have another name since the last step
-        return NamedState(self._runtime, self.optimizer, self._masters, models, self._groups())
+        return NamedState(
+            self._runtime,
+            self.optimizer,
+            self._masters,
+            models,
+            self._groups(),
+            is_whole=self.needs_wholes,
+        )
 
     def local_state_dict(self, gather_if_shard: bool = True) -> dict[str, Any]:
         """Returns the state of this rank's parameters, and whether that is only a part.

@@ -39,6 +39,7 @@ class NamedState:
         masters: what it updates by; None: the parameters themselves.
         models: whose parameters it holds.
         groups: the parameters that the script gave, by parameter group.
+        is_whole: what it keeps of a parameter in parts is whole on each rank.
     """
 
     def __init__(
@@ -48,15 +49,19 @@ class NamedState:
         masters: MasterUpdate | None,
         models: Sequence[DistributedModel],
         groups: Sequence[Sequence[torch.Tensor]],
+        *,
+        is_whole: bool = False,
     ) -> None:
         self._runtime = runtime
         self._optimizer = optimizer
         self._masters = masters
         self._models = models
         self._groups = groups
+        in_parts = () if is_whole else models
         prefixes = [f"{number}." if len(models) > 1 else "" for number in range(len(models))]
-        holders = {prefix: model.holder for prefix, model in zip(prefixes, models, strict=True)}
+        holders = dict(zip(prefixes, (each.holder for each in in_parts), strict=False))
         self._sliced = SlicedTensors.of(runtime, holders)
+        self._has_shards = any(each.holder.has_shards for each in in_parts)
 
     # ------------------------------------------------------------------ reading
 
@@ -113,10 +118,6 @@ class NamedState:
     def _shard(self) -> tuple[int, int]:
         degree = self._runtime.config.sharded_data_parallel_degree
         return self._runtime.coordinates.rdp_cp_rank % degree, degree
-
-    @property
-    def _has_shards(self) -> bool:
-        return any(model.holder.has_shards for model in self._models)
 
     def _master_values(self) -> dict[nn.Parameter, torch.Tensor]:
         return {} if self._masters is None else self._masters.store.values()

@@ -251,7 +251,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
         return iter(run(_TENSOR.unbind, args, kwargs))
     if is_foreach(func):
         return one_by_one(functools.partial(_with_one, func), args, kwargs)
-    with _Shown(given) as shown:
+    with Shown(given) as shown:
         result = shown.call(func, args, kwargs)
         views = shown.views_in(func, (args, kwargs), result)
     shown.keep()
@@ -303,37 +303,40 @@ def _differentiate(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _with_one(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs a function of many tensors on one, so that one at a time is whole."""
-    with _Shown(in_parts((args, kwargs))) as shown:
+    with Shown(in_parts((args, kwargs))) as shown:
         result = shown.call(func, args, kwargs)
     shown.keep()
     return result
 
 
-class _Shown:
+class Shown:
     """Gathers tensors that are as any others inside. Collective: the sharding groups.
 
     Args:
         given: what stands for them.
+
+    Attributes:
+        wholes: what has been gathered.
     """
 
     def __init__(self, given: Sequence[Any]) -> None:
         self._given = [(each, type(each), each.lying) for each in given]
         self._all = {id(each): each for each in given}
-        self._wholes: dict[Blocks, torch.Tensor] = {}
+        self.wholes: dict[Blocks, torch.Tensor] = {}
         #: What autograd knows as the whole of a tensor, by the number of that.
         self._stand_ins: dict[int, torch.Tensor] = {}
         self._versions: list[int] = []
         self._written: set[Blocks] = set()
 
-    def __enter__(self) -> _Shown:
+    def __enter__(self) -> Shown:
         for _, _, lying in self._given:
             blocks = lying.blocks
-            if blocks not in self._wholes:
+            if blocks not in self.wholes:
                 blocks.home.prepare()
                 with as_they_are():
-                    self._wholes[blocks] = blocks.home.gather(blocks)
+                    self.wholes[blocks] = blocks.home.gather(blocks)
         for each, _, lying in self._given:
-            whole = self._wholes[lying.blocks]
+            whole = self.wholes[lying.blocks]
             stand_in = lying.blocks.home.differentiable(each, whole)
             if stand_in is None:
                 with as_they_are():
@@ -371,7 +374,7 @@ class _Shown:
             if version_of(each) != version:
                 self._written.add(lying.blocks)
             now = lying.of(each)
-            whole = self._wholes[lying.blocks]
+            whole = self.wholes[lying.blocks]
             size = each.untyped_storage().nbytes()
             stays = storage_of(each) == storage_of(whole) and size == whole.nbytes
             if not stays or (now != lying and not issubclass(kind, PartView)):
@@ -384,9 +387,20 @@ class _Shown:
                 "parameters data and gradients themselves."
             )
 
+    def take_back(self) -> list[tuple[Any, torch.Tensor]]:
+        """Returns the tensors that have been given other memory, with that; they lose it."""
+        moved = []
+        for each, _, lying in self._given:
+            whole = self.wholes[lying.blocks]
+            if storage_of(each) != storage_of(whole):
+                moved.append((each, each.detach()))
+                with as_they_are():
+                    show(each, lying.seen_in(whole))
+        return moved
+
     def keep(self) -> None:
         """Has each rank keep its own block of what has been written to."""
-        for blocks, whole in self._wholes.items():
+        for blocks, whole in self.wholes.items():
             with as_they_are():
                 is_other = blocks.keep(whole)
             if (is_other or blocks in self._written) and not blocks.is_gradient:
@@ -400,7 +414,7 @@ class _Shown:
         """
         if isinstance(result, np.ndarray):
             result.setflags(write=False)  # what is written there no rank would see
-        whole_at = {storage_of(whole): blocks for blocks, whole in self._wholes.items()}
+        whole_at = {storage_of(whole): blocks for blocks, whole in self.wholes.items()}
         own = self._all.keys()
         found = []
         for each in _tensors_in(result, own):
