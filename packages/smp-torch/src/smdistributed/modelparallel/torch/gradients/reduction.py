@@ -13,6 +13,8 @@ leave within a pass.
 Where optimizer state is sharded, a bucket has gradients for one owner, which alone gets the means;
 on the others something stands in their places then (``gradients.elsewhere``).
 
+Sparse gradients are dense on their way, and have the rows of all replicas then.
+
 A parameter that has no gradient on any replica keeps none; one that has a gradient on some counts
 as zero on the others and gets the average on all. That is what DistributedDataParallel does with
 ``find_unused_parameters``.
@@ -40,6 +42,7 @@ from smdistributed.modelparallel.torch.gradients.elsewhere import StandIns
 from smdistributed.modelparallel.torch.gradients.owners import Owners
 from smdistributed.modelparallel.torch.gradients.replicas import Replicas
 from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
+from smdistributed.modelparallel.torch.tensors.sparse_rows import of_rows, rows_of, rows_of_all
 
 #: (bucket) -> a future of the reduced tensor
 Hook = Callable[[GradBucket], torch.futures.Future[Any]]
@@ -206,6 +209,8 @@ class GradientReduction:
         self._departures = Departures(self._buckets)
         self._futures: list[torch.futures.Future[Any]] = []
         self._without: set[torch.Tensor] = set()
+        #: Which rows sparse gradients have: of this rank, and in the end of all replicas.
+        self._rows: dict[torch.Tensor, torch.Tensor] = {}
         self._active: Sequence[int] | None = None
 
     @property
@@ -295,7 +300,7 @@ class GradientReduction:
         Collective: DP_GROUP, where an accumulation ends.
 
         Raises:
-            UnsupportedError: a gradient is sparse.
+            UnsupportedError: a gradient is sparse in more than rows, or for a communication hook.
         """
         self.has_begun = True
         self._leave_pass()
@@ -360,16 +365,22 @@ class GradientReduction:
             if gradient is None:
                 self._without.add(parameter)
                 view.zero_()
-            elif gradient.is_sparse:
-                raise UnsupportedError(
-                    f"{self._names[parameter]} has a sparse gradient, which cannot be reduced "  # type: ignore[index]
-                    "over data-parallel ranks; use sparse=False."
-                )
+            elif gradient.layout is not torch.strided:
+                self._rows[parameter] = rows_of(gradient, self._names[parameter])  # type: ignore[index]
+                self._check_no_hook(parameter)
+                view.copy_(gradient.to_dense())
             elif gradient is not view:
                 view.copy_(gradient)
                 if self._as_bucket_view:
                     parameter.grad = view
         self._futures.append(self._start(bucket))
+
+    def _check_no_hook(self, parameter: torch.Tensor) -> None:
+        if self._hook is not None:
+            raise UnsupportedError(
+                f"{self._names[parameter]} has a sparse gradient, which no communication hook "  # type: ignore[index]
+                "takes: leave the hook out, or give its layer sparse=False."
+            )
 
     def _announce(self) -> None:
         if self._active is None:
@@ -420,7 +431,8 @@ class GradientReduction:
         if self._replicas.size == 1:
             self._take_results()
             return lambda parameter: parameter not in self._without
-        flags = [int(parameter not in self._without) for parameter in self._reduced]
+        flags = [int(each not in self._without) for each in self._reduced]
+        dense = [int(each not in self._without | self._rows.keys()) for each in self._reduced]
         count = None if updates is None else updates % _COUNTED
         # Both largest, so that they tell of the least and the most.
         ends = [0, 0] if count is None else [count, _COUNTED - count]
@@ -428,12 +440,12 @@ class GradientReduction:
         missing = [0] * (0 if self._owners is None else self._replicas.size)
         if is_missing:
             missing[self._replicas.own] = 1
-        used = torch.tensor([*ends, *missing, *flags], dtype=torch.uint8, device="cpu")
-        with self._replicas.blaming(_REDUCING):
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=self._replicas.group)
+        used = torch.tensor([*ends, *missing, *flags, *dense], dtype=torch.uint8, device="cpu")
+        self._take_largest(used)
         self._take_results()
         most, least, *told = used.tolist()
-        missing, flags = told[: len(missing)], told[len(missing) :]
+        missing, told = told[: len(missing)], told[len(missing) :]
+        flags, dense = told[: len(flags)], told[len(flags) :]
         self._check_missing(missing)
         if updates is not None and most + least > _COUNTED:
             raise SMPError(
@@ -442,10 +454,20 @@ class GradientReduction:
                 "rank made no backward pass in a step in which others did: call backward on "
                 "every rank, of a loss that is multiplied by zero where it does not count."
             )
+        found = zip(self._reduced, flags, dense, strict=True)
+        sizes: dict[torch.Tensor, int] = {
+            each: len(each) for each, flag, is_dense in found if flag and not is_dense
+        }
+        self._rows = rows_of_all(sizes, self._rows, self._take_largest)
         if not self._without:
             return lambda parameter: True
         anywhere = {parameter for parameter, flag in zip(self._reduced, flags, strict=True) if flag}
         return anywhere.__contains__
+
+    def _take_largest(self, numbers: torch.Tensor) -> None:
+        """Takes the largest of each number over the replicas. Collective: they."""
+        with self._replicas.blaming(_REDUCING):
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._replicas.group)
 
     def _check_missing(self, missing: Sequence[int]) -> None:
         """Raises if some replicas, but not all, update without a backward pass."""
@@ -493,9 +515,11 @@ class GradientReduction:
 
     @torch.no_grad()
     def _store(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        if self._as_bucket_view:
+        if parameter in self._rows:
+            parameter.grad = of_rows(view, self._rows[parameter])
+        elif self._as_bucket_view:
             parameter.grad = view
-        elif parameter.grad is None:
+        elif parameter.grad is None or parameter.grad.is_sparse:
             parameter.grad = torch.empty_like(parameter).copy_(view)
         else:
             parameter.grad.copy_(view)

@@ -25,6 +25,7 @@ _KNOWN = tuple(
         torch.optim.RMSprop,
         torch.optim.Rprop,
         torch.optim.SGD,
+        torch.optim.SparseAdam,
     )
 )
 

@@ -12,6 +12,7 @@ model-parallel-extended-features-pytorch-optimizer-state-sharding.md.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ from smdistributed.modelparallel.torch.sharding.parameter import (
     block_of,
     gradient_here,
     held,
+    sparse_gradient_here,
 )
 
 
@@ -190,6 +192,20 @@ class MasterStore:
         clipping changes them, as torch's does.
         """
         return self._half is torch.bfloat16 and isinstance(parameter, ShardedParameter)
+
+    @contextlib.contextmanager
+    def sparse_gradients(self) -> Iterator[None]:
+        """Inside, an optimizer sees blocks of sparse gradients as such."""
+        found = [(each.tensor, sparse_gradient_here(each.parameter)) for each in self]
+        dense = [(each, each.grad) for each, gradient in found if gradient is not None]
+        for tensor, gradient in found:
+            if gradient is not None:
+                tensor.grad = gradient.to(tensor.dtype)
+        try:
+            yield
+        finally:
+            for tensor, gradient in dense:
+                tensor.grad = gradient
 
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients that the wrapped optimizer is about to use."""

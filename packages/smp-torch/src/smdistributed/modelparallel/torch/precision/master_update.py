@@ -108,7 +108,9 @@ class MasterUpdate:
             else:
                 if clips:
                     self.clip(bound, 2.0)
-                if fused_update.update(self._optimizer, found):
+                with self.store.sparse_gradients():
+                    is_updated = fused_update.update(self._optimizer, found)
+                if is_updated:
                     self.store.publish()
         finally:
             self._is_updating = False

@@ -17,7 +17,7 @@ import enum
 import itertools
 from collections.abc import Callable, Sequence
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 
 
@@ -129,6 +129,18 @@ class Agreement:
             if required is Required.NOTHING:
                 return ()
             # The others have something optional to say first.
+
+    def check_not_captured(self, why: str) -> None:
+        """Raises in a capture, which then does not come about.
+
+        Args:
+            why: what is done cannot be done by a graph.
+
+        Raises:
+            UnsupportedError: a microbatch is captured.
+        """
+        if self._course.assumed is not None:
+            raise UnsupportedError(why)
 
     def compare(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all ranks. Collective: the sharding group."""

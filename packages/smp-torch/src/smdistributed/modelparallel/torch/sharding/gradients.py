@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions
 from smdistributed.modelparallel.torch.sharding.accumulation import Accumulation
 from smdistributed.modelparallel.torch.sharding.agreement import Agreement, Required
@@ -29,6 +28,7 @@ from smdistributed.modelparallel.torch.sharding.row_sums import RowSums
 from smdistributed.modelparallel.torch.sharding.side_stream import Beside, SideStream
 from smdistributed.modelparallel.torch.sharding.transport import ShardingGroups
 from smdistributed.modelparallel.torch.sharding.unit import Unit
+from smdistributed.modelparallel.torch.tensors.sparse_rows import rows_of, rows_of_all
 
 #: Reductions whose memory is kept while later gradients are computed, at most.
 _MOST_STARTED = 1
@@ -108,6 +108,9 @@ class ShardedViews:
         #: The sums of squares of large sums, by numbers of the unit and of the parameter.
         self._squares: dict[tuple[int, int], torch.Tensor] = {}
         self._used: set[tuple[int, int]] = set()
+        #: Those with dense gradients, and which rows sparse ones have.
+        self._dense: set[tuple[int, int]] = set()
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
         self._watched: set[Any] = set()
         self.has_gradients = False
 
@@ -150,6 +153,7 @@ class ShardedViews:
         """Goes on from what there was at a time; who captured it has the memory written anew."""
         self._sums, self._squares = dict(so_far.sums), dict(so_far.squares)
         self._used, self.has_gradients = set(so_far.used), so_far.has_gradients
+        self._dense = set(self._used) - self._rows.keys()
 
     def forget(self) -> None:
         """Forgets what the step in progress has given."""
@@ -157,6 +161,7 @@ class ShardedViews:
         self._complete.clear()
         self._started.clear()
         self._is_common = True
+        self._rows.clear()
         self.resume(SoFar({}, {}, frozenset(), has_gradients=False))
 
     @property
@@ -178,14 +183,18 @@ class ShardedViews:
         with past_subclass_functions():
             gradient = parameter.grad
             parameter.grad = None
-        if gradient.is_sparse:
-            raise UnsupportedError(
-                f"{shard.name} has a sparse gradient, which cannot be cut into shards; use "
-                "sparse=False."
-            )
         self._has_begun()
         self.has_gradients = True
         self._used.add((shard.unit, shard.place))
+        if gradient.layout is torch.strided:
+            self._dense.add((shard.unit, shard.place))
+        else:
+            self._agreement.check_not_captured(f"the gradient of {shard.name} is sparse")
+            rows = rows_of(gradient, shard.name)
+            self._rows[shard.unit, shard.place] = rows | self._rows.get(
+                (shard.unit, shard.place), rows
+            )
+            gradient = gradient.to_dense()
         pending = self._pending.setdefault(shard.unit, {})
         earlier = pending.get(shard.place)
         pending[shard.place] = gradient if earlier is None else earlier + gradient
@@ -335,24 +344,33 @@ class ShardedViews:
     def restart_accumulation(self) -> None:
         """Forgets what has been added up, on all ranks alike."""
         self._steps_done = 0
-        self._sums.clear()
-        self._squares.clear()
-        self._used.clear()
+        self._clear()
+
+    def _clear(self) -> None:
+        for each in (self._sums, self._squares, self._used, self._dense, self._rows):
+            each.clear()
 
     @torch.no_grad()
     def _finish_all(self, used_anywhere: Callable[[torch.Tensor], None]) -> None:
         places = [(unit.number, place) for unit in self._units for place in range(len(unit.names))]
         # On the host, so that no GPU is waited for.
         flags = torch.tensor(
-            [place in self._used for place in places], dtype=torch.uint8, device="cpu"
+            [place in kind for kind in (self._used, self._dense) for place in places],
+            dtype=torch.uint8,
+            device="cpu",
         )
         used_anywhere(flags)
-        used = {place for place, flag in zip(places, flags.tolist(), strict=True) if flag}
+        anywhere, dense = flags.view(2, -1).tolist()
+        used = {place for place, flag in zip(places, anywhere, strict=True) if flag}
+        sizes = {
+            place: self._units[place[0]].shards[place[1]].shape[0]
+            for place, flag in zip(places, dense, strict=True)
+            if place in used and not flag
+        }
+        self._rows = rows_of_all(sizes, self._rows, used_anywhere)
         for number, group in itertools.groupby(sorted(used), key=lambda place: place[0]):
             self._finish(self._units[number], [place for _, place in group])
-        self._sums.clear()
-        self._squares.clear()
-        self._used.clear()
+        self._clear()
 
     def _finish(self, unit: Unit, places: Sequence[int]) -> None:
         wide = torch.promote_types(unit.dtype, torch.float32)
@@ -369,13 +387,15 @@ class ShardedViews:
         blocks = unit.blocks_of(sums)
         for place in places:
             shard = unit.shards[place]
+            rows, earlier = self._rows.get((unit.number, place)), shard.rows
             if shard.gradient is None:
-                shard.gradient = blocks[place]
+                shard.gradient, shard.rows = blocks[place], rows
                 square = self._squares.get((unit.number, place))
                 if square is not None:
                     shard.know_square(square)
             else:
                 shard.gradient.add_(blocks[place])
+                shard.rows = None if rows is None or earlier is None else rows | earlier
 
 
 def _kind(unit: Unit) -> tuple[torch.dtype, bool]:

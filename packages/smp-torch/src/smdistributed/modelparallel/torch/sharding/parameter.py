@@ -34,6 +34,7 @@ from smdistributed.modelparallel.torch.parts.at_rest import (
 )
 from smdistributed.modelparallel.torch.parts.blocks import Blocks, Home
 from smdistributed.modelparallel.torch.tensors.functions import CONVERSIONS
+from smdistributed.modelparallel.torch.tensors.sparse_rows import of_rows
 
 
 class ShardsHome(Home, Protocol):
@@ -86,7 +87,8 @@ class Shard:
         self.blocks = Blocks(name, shape, part, self.values, home, (unit, place))
         self.vacant = without_memory(shape, values.dtype, values.device)
         self._wide: torch.Tensor | None = None
-        self._seen: PartView | None = None
+        self._seen: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None
         self._square: tuple[int, torch.Tensor] | None = None
 
     @property
@@ -105,16 +107,46 @@ class Shard:
 
         Where that is the type of the values, it is the gradient of ``values``.
         """
+        gradient = self._own_gradient
+        if gradient is not None and self._rows is not None and self._seen is not None:
+            with torch.no_grad():  # a script may have written to what is another tensor
+                gradient.copy_(self.blocks.of_this_rank(self._seen.to_dense()))
+            self._seen = None  # who asks may write to the block
+        return gradient
+
+    @property
+    def _own_gradient(self) -> torch.Tensor | None:
         return self._wide if self.is_wide else self.values.grad
 
     @gradient.setter
     def gradient(self, gradient: torch.Tensor | None) -> None:
         self._seen = None  # it would keep the block alive
         self._square = None
+        self._rows = None
         if self.is_wide:
             self._wide = gradient
         else:
             self.values.grad = gradient
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """Which rows of the whole gradient there are, if it is a sparse one. Shape: (rows,)."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: torch.Tensor | None) -> None:
+        self._seen = None
+        self._rows = rows
+
+    @property
+    def sparse_gradient(self) -> torch.Tensor | None:
+        """The block of a sparse gradient, as such; None of another one."""
+        gradient = self.gradient
+        if gradient is None or self._rows is None:
+            return None
+        rows = self._rows.view(-1, *[1] * (len(self.shape) - 1)).expand(self.shape)
+        own = self.blocks.of_this_rank(rows)
+        return of_rows(gradient, own.reshape(len(own), -1).amax(1) if own.numel() else own)
 
     def know_square(self, square: torch.Tensor) -> None:
         """Takes the sum of the squares of the numbers in the gradient. Shape: scalar.
@@ -135,14 +167,26 @@ class Shard:
         version, square = self._square
         return square if version == gradient._version else None
 
-    def seen_gradient(self) -> PartView | None:
-        """Returns what a script sees of the gradient: the same object while it is the same."""
+    def seen_gradient(self) -> torch.Tensor | None:
+        """Returns what a script sees of the gradient: the same object while it is the same.
+
+        A sparse one is gathered for it between steps. Collective then: the sharding group.
+        """
         self.forget_square()
-        gradient = self.gradient
+        gradient = self._own_gradient
         if gradient is None:
             self._seen = None
-        elif self._seen is None or self._seen.lying.blocks.values is not gradient:
-            self._seen = whole_of(self.blocks.like_these(gradient, is_gradient=True))
+            return None
+        blocks = self.blocks.like_these(gradient, is_gradient=True)
+        seen: Any = self._seen
+        if self._rows is None:
+            if seen is None or seen.lying.blocks.values is not gradient:
+                self._seen = whole_of(blocks)
+        elif not self.home.is_at_rest(self.blocks):
+            return whole_of(blocks)
+        elif seen is None:
+            with torch.no_grad(), past_subclass_functions():
+                self._seen = of_rows(self.home.gather(blocks), self._rows)
         return self._seen
 
     def take_gradient(self, tensor: Any) -> None:
@@ -304,6 +348,11 @@ def gradient_here(tensor: Any) -> torch.Tensor | None:
     with gradients_hidden():
         gradient: torch.Tensor | None = tensor.grad
     return gradient
+
+
+def sparse_gradient_here(tensor: Any) -> torch.Tensor | None:
+    """Returns what is here of the sparse gradient of a parameter in shards, as such."""
+    return tensor.shard.sparse_gradient if isinstance(tensor, ShardedParameter) else None
 
 
 def known_square(tensor: Any, gradient: torch.Tensor) -> torch.Tensor | None:
