@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -113,3 +114,15 @@ def test_an_attribute_of_a_class_counts(monkeypatch: pytest.MonkeyPatch) -> None
     assert not seen.changed()
     monkeypatch.setattr(Inner, "kind", "other")
     assert seen.changed() == [("inner", "kind")]
+
+
+def test_a_copy_is_looked_at_by_itself() -> None:
+    module = Outer()
+    seen = SeenState(module)
+    seen.read(READ)
+    assert not seen.changed()
+    other, its = copy.deepcopy((module, seen))
+    assert not its.changed()
+    other.inner.items.append(2.0)
+    assert its.changed() == [("inner", "items")]
+    assert not seen.changed()

@@ -56,6 +56,10 @@ class SeenState:
                 if attribute not in _APART:
                     self._before[owner, attribute] = _contents(inner, attribute)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy of the module has other containers, which are looked for when it is asked."""
+        return {**vars(self), "_places": None}
+
     def read(self, read: Collection[Name]) -> None:
         """Takes what proofs have read for what counts."""
         names: dict[Name, None] = {}
