@@ -39,9 +39,28 @@ def test_gradients_of_a_slice_are_those_of_a_linear_map(dtype: torch.dtype, toge
         torch.testing.assert_close(each, wanted * share)
 
 
-def test_gradients_that_can_be_differentiated_are_refused() -> None:
-    """Also where the gradient needs none: the weight would be taken for a constant."""
-    x, weight, bias = tensors(torch.float64)
-    out = sliced_linear(GROUP, x, weight, bias)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_of_inputs_can_be_differentiated(dtype: torch.dtype) -> None:
+    """A weight counts for the share of one rank in each product that it is part of."""
+    x, weight, bias = given = tensors(dtype)
+
+    def penalty(out: torch.Tensor) -> torch.Tensor:
+        loss = out.abs().pow(3).sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (again,) = torch.autograd.grad(slope.abs().pow(3).sum(), x, create_graph=True)
+        return again.abs().square().sum()
+
+    found = torch.autograd.grad(penalty(sliced_linear(GROUP, x, weight, bias)), given)
+    wanted = torch.autograd.grad(penalty(F.linear(x, weight, bias)), given)
+    for each, whole, share in zip(found, wanted, (1, SHARE, SHARE), strict=True):
+        torch.testing.assert_close(each, whole * share)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_gradients_of_slices_that_can_be_differentiated_are_refused(number: int) -> None:
+    """Of a split map each rank has the mean over all, and of others its own."""
+    given = tensors(torch.float64)
+    out = sliced_linear(GROUP, *given).square()
+    (found,) = torch.autograd.grad(out.sum(), given[number], create_graph=True)
     with pytest.raises(UnsupportedError, match="create_graph=True"):
-        torch.autograd.grad(out.sum(), x, create_graph=True)
+        found.sum().backward()

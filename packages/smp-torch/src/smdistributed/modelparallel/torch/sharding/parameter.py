@@ -27,7 +27,6 @@ from smdistributed.modelparallel.torch.parts.at_rest import (
     ABOUT_PARTS,
     InParts,
     Lying,
-    PartView,
     in_parts,
     run,
     whole_of,
@@ -102,6 +101,10 @@ class Shard:
         return torch.promote_types(self.values.dtype, torch.float32) != self.values.dtype
 
     @property
+    def _own_gradient(self) -> torch.Tensor | None:
+        return self._wide if self.is_wide else self.values.grad
+
+    @property
     def gradient(self) -> torch.Tensor | None:
         """The block of the mean of all gradients, in fp32 at least; None without.
 
@@ -113,10 +116,6 @@ class Shard:
                 gradient.copy_(self.blocks.of_this_rank(self._seen.to_dense()))
             self._seen = None  # who asks may write to the block
         return gradient
-
-    @property
-    def _own_gradient(self) -> torch.Tensor | None:
-        return self._wide if self.is_wide else self.values.grad
 
     @gradient.setter
     def gradient(self, gradient: torch.Tensor | None) -> None:

@@ -157,9 +157,16 @@ class BackwardPasses:
         self._notes = True
         self._noted.drop_dead()
 
-    def note(self, result: torch.Tensor, name: str) -> None:
-        """Takes note of what an exchange has given, of a module of a name."""
-        if not self._notes or (is_in_backward() and not self._is_called_again):
+    def note(self, result: torch.Tensor, name: str, *, is_differentiated: bool = False) -> None:
+        """Takes note of what an exchange has given, of a module of a name.
+
+        Args:
+            result: what it has given.
+            name: of the module.
+            is_differentiated: it is part of a backward pass that has a graph.
+        """
+        counts = is_differentiated or self._is_called_again or not is_in_backward()
+        if not (self._notes and counts):
             return
         node = self._noted.add(result, name)
         if node is not None:

@@ -10,7 +10,7 @@ Shape: examples along dim 0, channels along the last; ``sizes`` are the examples
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,11 @@ from smdistributed.modelparallel.torch.collectives.interface import Collectives,
 from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
-from smdistributed.modelparallel.torch.tensor_parallel.once import once_differentiable
+from smdistributed.modelparallel.torch.tensor_parallel.once import (
+    Backward,
+    differentiated_by,
+    once_differentiable,
+)
 
 
 def enter(group: TensorGroup, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
@@ -110,6 +114,23 @@ def _apply(group: TensorGroup, function: Any, tensor: torch.Tensor, *sizes: Size
     return group.exchanged(function.apply(tensor, group.handle, *sizes))
 
 
+def _again_by(name: str) -> Callable[[Backward], Backward]:
+    """Returns what has a backward pass be another exchange where that is part of a graph.
+
+    Args:
+        name: of the function that does the same.
+    """
+
+    def again(ctx: Any, gradient: torch.Tensor) -> Any:
+        meet_again(ctx)
+        sizes = () if ctx.sizes is None else (ctx.sizes,)
+        group = ctx.handle()
+        result = globals()[name].apply(gradient, ctx.handle, *sizes)
+        return group.exchanged(result, in_backward=True), None, *(None for _ in sizes)
+
+    return differentiated_by(again)
+
+
 def _joined(collectives: Collectives, tensor: torch.Tensor) -> torch.Tensor:
     """Returns the shares of all ranks side by side along the last dim."""
     parts = collectives.gather(tensor.contiguous().unsqueeze(0), [1] * collectives.size)
@@ -152,11 +173,12 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
         mark(ctx, tensor)
-        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        ctx.handle, ctx.sizes = handle, sizes
+        ctx.collectives = handle().collectives
         return ctx.collectives.gather(tensor, sizes)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_Scatter")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return ctx.collectives.scatter_sum(gradient, ctx.sizes), None, None
@@ -183,11 +205,12 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
         mark(ctx, tensor)
-        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        ctx.handle, ctx.sizes = handle, sizes
+        ctx.collectives = handle().collectives
         return ctx.collectives.scatter_sum(tensor, sizes)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_Gather")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return ctx.collectives.gather(gradient, ctx.sizes), None, None
@@ -197,11 +220,12 @@ class _ToChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
         mark(ctx, tensor)
-        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        ctx.handle, ctx.sizes = handle, sizes
+        ctx.collectives = handle().collectives
         return _channels(ctx.collectives, tensor, sizes)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_ToExamples")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return _examples(ctx.collectives, gradient, ctx.sizes), None, None
@@ -211,11 +235,12 @@ class _ToExamples(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, sizes: Sizes) -> Any:
         mark(ctx, tensor)
-        ctx.collectives, ctx.sizes = handle().collectives, sizes
+        ctx.handle, ctx.sizes = handle, sizes
+        ctx.collectives = handle().collectives
         return _examples(ctx.collectives, tensor, sizes)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_ToChannels")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return _channels(ctx.collectives, gradient, ctx.sizes), None, None
@@ -225,11 +250,12 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
         mark(ctx, tensor)
+        ctx.handle, ctx.sizes = handle, None
         ctx.collectives = handle().collectives
         return tensor.view_as(tensor)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_Sum")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return ctx.collectives.sum(gradient), None
@@ -239,10 +265,11 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
         mark(ctx, tensor)
+        ctx.handle, ctx.sizes = handle, None
         return handle().collectives.sum(tensor)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_Copy")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return gradient, None
@@ -252,11 +279,12 @@ class _TakeChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
         mark(ctx, tensor)
+        ctx.handle, ctx.sizes = handle, None
         ctx.collectives = handle().collectives
         return _share(ctx.collectives, tensor)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_JoinChannels")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return _joined(ctx.collectives, gradient), None
@@ -266,11 +294,12 @@ class _JoinChannels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle) -> Any:
         mark(ctx, tensor)
+        ctx.handle, ctx.sizes = handle, None
         ctx.collectives = handle().collectives
         return _joined(ctx.collectives, tensor)
 
     @staticmethod
-    @once_differentiable
+    @_again_by("_TakeChannels")
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         # Every rank has the same gradient of the same examples.

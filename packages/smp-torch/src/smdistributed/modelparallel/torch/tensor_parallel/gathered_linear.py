@@ -20,7 +20,10 @@ from smdistributed.modelparallel.torch.compat.fused import fused as fused_on_gpu
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import enter
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
-from smdistributed.modelparallel.torch.tensor_parallel.once import once_differentiable
+from smdistributed.modelparallel.torch.tensor_parallel.once import (
+    differentiated_by,
+    no_further,
+)
 
 
 class Together:
@@ -203,6 +206,21 @@ def _of_bias(gradient: torch.Tensor, share: float, dtype: torch.dtype) -> torch.
     return (gradient.sum(0) * share).to(dtype)
 
 
+def _of_slices_again(ctx: Any, gradient: torch.Tensor) -> Any:
+    """Computes the gradients of a product where they have a graph, as an input's may.
+
+    What a weight counts for in the product that gives it is what it counts for in the first one.
+    """
+    _, weight, _ = ctx.saved_tensors
+    with torch.no_grad():
+        _, of_weight, of_bias, *rest = _SlicedLinear.gradients(ctx, gradient, of_input=False)
+    of_tensor = None
+    if ctx.needs_input_grad[0]:
+        turned = weight.conj().to(gradient.dtype).t()
+        of_tensor = _apply(gradient, turned, None, None, ctx.share).to(ctx.dtype)
+    return of_tensor, no_further(of_weight, gradient), no_further(of_bias, gradient), *rest
+
+
 class _SlicedLinear(torch.autograd.Function):
     """With a group it keeps the own examples only, and gathers all again."""
 
@@ -227,8 +245,13 @@ class _SlicedLinear(torch.autograd.Function):
         return no_view(F.linear(tensor, weight, bias))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_by(_of_slices_again)
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return _SlicedLinear.gradients(ctx, gradient, of_input=ctx.needs_input_grad[0])
+
+    @staticmethod
+    def gradients(ctx: Any, gradient: torch.Tensor, *, of_input: bool) -> Any:
+        """Returns those of what ``forward`` was given."""
         tensor, weight, bias = ctx.saved_tensors
         group: TensorGroup | None = ctx.group
         mark = of_tensor = of_weight = of_bias = None
@@ -237,7 +260,7 @@ class _SlicedLinear(torch.autograd.Function):
             with group.stream.entered(tensor):
                 tensor = group.collectives.gather(tensor, ctx.sizes)
             mark = group.stream.mark()
-        if ctx.needs_input_grad[0]:
+        if of_input:
             # Under autocast the product, and with it its gradient, has another type.
             of_tensor = (gradient @ weight.conj().to(gradient.dtype)).to(ctx.dtype)
         flat = gradient.flatten(0, -2)
@@ -295,6 +318,6 @@ class _Shared(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_by(lambda ctx, gradient: (no_further(gradient * ctx.share, gradient), None))
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient * ctx.share, None

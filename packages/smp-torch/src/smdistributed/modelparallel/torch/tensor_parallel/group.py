@@ -168,10 +168,18 @@ class TensorGroup:
         self._calling = who
         return everyones
 
-    def exchanged(self, result: torch.Tensor) -> torch.Tensor:
-        """Takes note of the result of an exchange, which has one of gradients; returns it."""
+    def exchanged(self, result: torch.Tensor, *, in_backward: bool = False) -> torch.Tensor:
+        """Takes note of the result of an exchange, which has one of gradients; returns it.
+
+        Args:
+            result: of the exchange.
+            in_backward: it is part of a backward pass that is differentiated.
+        """
         if self.passes is not None:
-            when_real(result, functools.partial(self.passes.note, name=self._calling))
+            note = functools.partial(
+                self.passes.note, name=self._calling, is_differentiated=in_backward
+            )
+            when_real(result, note)
         return result
 
     @contextlib.contextmanager

@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.exchange import (
 )
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import no_view
 from smdistributed.modelparallel.torch.tensor_parallel.group import Handle, TensorGroup
+from smdistributed.modelparallel.torch.tensor_parallel.once import differentiated_by
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -88,14 +89,41 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
     return no_view(total.view([own.shape[dim] for dim in order]).permute(back))
 
 
+def _to_lanes_again(ctx: Any, *gradients: torch.Tensor) -> Any:
+    meet_again(ctx)
+    made = _Summed.apply(ctx.handle, *gradients)  # type: ignore[no-untyped-call]
+    return ctx.handle().exchanged(made, in_backward=True), None, None
+
+
+def _summed_again(ctx: Any, gradient: torch.Tensor) -> Any:
+    meet_again(ctx)
+    made = _ToLanes.apply(gradient, ctx.handle, ctx.shapes)  # type: ignore[no-untyped-call]
+    ctx.handle().exchanged(made[0], in_backward=True)
+    return None, *made
+
+
+def _joined_again(ctx: Any, gradient: torch.Tensor) -> Any:
+    meet_again(ctx)
+    made = _Parted.apply(ctx.handle, ctx.dim, ctx.shapes, gradient)  # type: ignore[no-untyped-call]
+    ctx.handle().exchanged(made[0], in_backward=True)
+    return None, None, *made
+
+
+def _parted_again(ctx: Any, *gradients: torch.Tensor) -> Any:
+    meet_again(ctx)
+    made = _Joined.apply(ctx.handle, ctx.dim, *gradients)  # type: ignore[no-untyped-call]
+    return None, None, None, ctx.handle().exchanged(made, in_backward=True)
+
+
 class _ToLanes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, shapes: Shapes) -> Any:
         mark(ctx, tensor)
-        ctx.collectives = handle().collectives
+        ctx.handle, ctx.collectives = handle, handle().collectives
         return _gathered(ctx.collectives, tensor, shapes)
 
     @staticmethod
+    @differentiated_by(_to_lanes_again)
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         meet_again(ctx)
         return _scattered(ctx.collectives, gradients), None, None
@@ -105,11 +133,12 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, *lanes: torch.Tensor) -> torch.Tensor:
         mark(ctx, lanes[0])
-        ctx.collectives = handle().collectives
+        ctx.handle, ctx.collectives = handle, handle().collectives
         ctx.shapes = tuple(tuple(each.shape) for each in lanes)
         return _scattered(ctx.collectives, lanes)
 
     @staticmethod
+    @differentiated_by(_summed_again)
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return None, *_gathered(ctx.collectives, gradient, ctx.shapes)
@@ -119,14 +148,41 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Handle, dim: int, *lanes: torch.Tensor) -> torch.Tensor:
         mark(ctx, lanes[0])
-        ctx.collectives, ctx.dim = handle().collectives, dim
+        ctx.handle, ctx.collectives, ctx.dim = handle, handle().collectives, dim
         ctx.shapes = [each.shape for each in lanes]
-        own = lanes[ctx.collectives.rank].shape
-        slices = ctx.collectives.swap(lanes, [own] * ctx.collectives.size)
-        return torch.cat(slices, dim=dim)
+        return _side_by_side(ctx.collectives, lanes, dim)
 
     @staticmethod
+    @differentiated_by(_joined_again)
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
-        slices = gradient.chunk(ctx.collectives.size, dim=ctx.dim)
-        return None, None, *ctx.collectives.swap(slices, ctx.shapes)
+        return None, None, *_parted(ctx.collectives, gradient, ctx.dim, ctx.shapes)
+
+
+class _Parted(torch.autograd.Function):
+    """The other way: the own call's, of which every rank gets its slice in its lane."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Handle, dim: int, shapes: Any, tensor: torch.Tensor) -> Any:
+        mark(ctx, tensor)
+        ctx.handle, ctx.collectives, ctx.dim = handle, handle().collectives, dim
+        return tuple(_parted(ctx.collectives, tensor, dim, shapes))
+
+    @staticmethod
+    @differentiated_by(_parted_again)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        meet_again(ctx)
+        return None, None, None, _side_by_side(ctx.collectives, gradients, ctx.dim)
+
+
+def _side_by_side(
+    collectives: Collectives, lanes: Sequence[torch.Tensor], dim: int
+) -> torch.Tensor:
+    own = lanes[collectives.rank].shape
+    return torch.cat(collectives.swap(lanes, [own] * collectives.size), dim=dim)
+
+
+def _parted(
+    collectives: Collectives, tensor: torch.Tensor, dim: int, shapes: Sequence[torch.Size]
+) -> list[torch.Tensor]:
+    return collectives.swap(tensor.chunk(collectives.size, dim=dim), shapes)

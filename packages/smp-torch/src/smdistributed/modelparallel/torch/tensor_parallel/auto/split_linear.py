@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import sliced_linear
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
+from smdistributed.modelparallel.torch.tensor_parallel.once import differentiated_by, no_further
 
 
 class Gate:
@@ -133,5 +134,8 @@ class _Portion(torch.autograd.Function):
         return parameter * share
 
     @staticmethod
+    @differentiated_by(
+        lambda ctx, gradient: (no_further(gradient * ctx.of_gradient, gradient), None, None)
+    )
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient * ctx.of_gradient, None, None
