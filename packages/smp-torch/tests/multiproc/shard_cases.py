@@ -575,6 +575,20 @@ def case_whole_updates() -> None:
         both(optimizer)
 
 
+def case_a_model_in_half_precision() -> None:
+    """Blocks of its own type are updated by sums in single precision, rounded at the end."""
+    plain = net().bfloat16()
+    model = smp.DistributedModel(copy.deepcopy(plain))
+    optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    gradients = [torch.randn_like(each).div_(100) for each in plain.parameters()]
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient.clone()
+    optimizer.step()
+    wanted = [each - 0.5 * one for each, one in zip(plain.parameters(), gradients, strict=True)]
+    for parameter, want in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.detach().clone(), want)
+
+
 def case_delayed_parameters() -> None:
     # What is made on a GPU is not delayed.
     with torch.device("cpu"):
@@ -737,6 +751,7 @@ CASES: dict[str, Callable[[], object]] = {
     "a_rank_that_gathers_less_is_told": case_a_rank_that_gathers_less_is_told,
     "a_gradient_on_some_ranks": case_a_gradient_on_some_ranks,
     "whole_updates": case_whole_updates,
+    "a_model_in_half_precision": case_a_model_in_half_precision,
     "delayed_parameters": case_delayed_parameters,
     "sizes_are_told_of_all_parameters": case_sizes_are_told_of_all_parameters,
 }

@@ -20,6 +20,7 @@ WORLDS: dict[str, World] = {
     "owners": OWNERS["dp2"],
     "pp2-owners": OWNERS["pp2-dp2"],
     "shards": SHARDS["sdp2-little"],
+    "slices": world_of(2, {**GIVEN, "tensor_parallel_degree": 2}),
     "pp2": world_of(2, {**GIVEN, "pipeline_parallel_degree": 2}),
     "bf16": world_of(2, {**GIVEN, "bf16": True}),
     "fp16": world_of(2, {**GIVEN, "fp16": True}),
@@ -64,7 +65,8 @@ def whole() -> Any:
     return found
 
 
-def test_shards_are_whole_for_who_asks(worlds: Worlds) -> None:
-    for found in run(worlds, WORLDS["shards"], whole):
+@pytest.mark.parametrize("world", ["shards", "slices"])
+def test_parts_are_whole_for_who_asks(worlds: Worlds, world: str) -> None:
+    for found in run(worlds, WORLDS[world], whole):
         assert found["counts"] == {"exact": 4}
         assert set(found["told"].values()) == {("exact", "")}

@@ -121,6 +121,14 @@ class InParts:
 
     lying: Any = None
 
+    def take_data(self, tensor: torch.Tensor) -> None:
+        """Has a parameter be another whole tensor. Collective: the group."""
+        raise NotImplementedError
+
+    def take_gradient(self, tensor: torch.Tensor | None) -> None:
+        """Has a parameter have another whole gradient, or none. Collective: the group."""
+        raise NotImplementedError
+
 
 class PartView(torch.Tensor, InParts):
     """What sees the memory of a parameter in parts, or of its gradient; the gradient, too."""

@@ -64,9 +64,9 @@ class Together:
             return
         shown.keep()
         for parameter, gradient in given:
-            parameter.grad = gradient
+            parameter.take_gradient(gradient)
         for parameter, data in moved:
-            parameter.data = data
+            parameter.take_data(data)
         _check_kept(shown)
 
     @contextlib.contextmanager

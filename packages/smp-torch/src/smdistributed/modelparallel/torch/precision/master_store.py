@@ -59,6 +59,12 @@ class Master:
         """Whether it has memory of its own."""
         return self.tensor is not self.source
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it is a block of another type than sums of its gradients have."""
+        is_sharded = isinstance(self.parameter, ShardedParameter)
+        return is_sharded and not self.is_copy and self.parameter.shard.is_wide  # type: ignore[attr-defined]
+
 
 class MasterStore:
     """The masters of one optimizer on this rank.
@@ -170,10 +176,12 @@ class MasterStore:
             UnsupportedError: a gradient is sparse.
         """
         for master in self:
-            if not master.is_copy:
-                continue
             gradient = gradient_here(master.parameter)
-            if gradient is None:
+            if not (master.is_copy or master.is_rounded):
+                continue
+            if master.is_rounded and gradient is not None:
+                master.tensor.grad = gradient.to(master.tensor.dtype)
+            elif gradient is None:
                 master.tensor.grad = None
             elif gradient.is_sparse:
                 raise UnsupportedError(
@@ -250,9 +258,9 @@ class MasterStore:
         self.release_gradients()
 
     def release_gradients(self) -> None:
-        """Frees the gradients of masters with memory of their own."""
+        """Frees the gradients of masters that are not those of parameters."""
         for master in self:
-            if master.is_copy:
+            if master.is_copy or master.is_rounded:
                 master.tensor.grad = None
 
     # ------------------------------------------------------------------ state

@@ -258,6 +258,17 @@ class ShardedParameter(nn.Parameter, InParts):
         """How it lies in what the ranks have in blocks: it is the whole."""
         return Lying.all_of(self.shard.blocks)
 
+    def take_data(self, tensor: torch.Tensor) -> None:
+        """See ``InParts``."""
+        self.shard.take_values(tensor)
+
+    def take_gradient(self, tensor: torch.Tensor | None) -> None:
+        """See ``InParts``."""
+        if tensor is None:
+            self.shard.gradient = None
+        else:
+            self.shard.take_gradient(tensor)
+
     def __deepcopy__(self, memo: Any) -> nn.Parameter:
         """Returns a parameter as any other, with all values. Collective: the sharding group."""
         if id(self) not in memo:

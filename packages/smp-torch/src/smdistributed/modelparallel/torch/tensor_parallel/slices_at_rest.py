@@ -87,6 +87,18 @@ class SliceAtRest(PartView):
                 return func(*args, **kwargs)
         return super().operate(func, args, kwargs)
 
+    def take_data(self, tensor: torch.Tensor) -> None:
+        """See ``InParts``."""
+        _take_data(self, tensor)
+
+    def take_gradient(self, tensor: torch.Tensor | None) -> None:
+        """See ``InParts``."""
+        if tensor is not None:
+            _take_gradient(self, tensor)
+            return
+        with past_subclass_functions():
+            self.grad = None
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Says whose slice it is, and its numbers: nobody else is asked."""
         lying = self.lying
