@@ -60,7 +60,7 @@ def test_who_updates_what_a_rank_has_not(worlds: Worlds) -> None:
 def whole() -> Any:
     """What looks at whole parameters; of some, what is wrapped alone."""
     found = updates.population(["norms", "LBFGS"])
-    for name in ("assigning", "sharp, in two calls"):
+    for name in ("assigning", "sharp", "sharp, in two calls"):
         found["told"][name] = updates.outcome(name, is_wrapped=True)
     return found
 

@@ -53,6 +53,7 @@ class Held(PartView):
         return super().__torch_function__(func, types, args, kwargs)
 
     def take_data(self, tensor: torch.Tensor) -> None:
+        self.taken = tensor
         self.lying.blocks.values.copy_(tensor)
 
     def take_gradient(self, tensor: torch.Tensor | None) -> None:
@@ -120,3 +121,11 @@ def test_what_fails_leaves_parts(held: Any) -> None:
     with pytest.raises(ValueError, match="no update"), Together([held]):
         raise ValueError("no update")
     assert isinstance(held, Held)
+
+
+def test_data_that_is_kept_besides_is_told(held: Any) -> None:
+    """As what sharpness-aware optimizers come back to: whoever keeps it sees the parameter."""
+    kept = torch.full((2, 3), 7.0)
+    with Together([held], kept=lambda: [kept]):
+        held.data = kept
+    assert held.taken is kept

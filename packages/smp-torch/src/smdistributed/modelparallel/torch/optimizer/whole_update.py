@@ -17,6 +17,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.parts.together import Together
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 
 def update_wholes(
@@ -30,7 +31,11 @@ def update_wholes(
         closure: computes gradients, and sees parameters as code between steps does.
     """
     bound_gradients(runtime, optimizer)
-    together = Together(_parameters(optimizer) if runtime.topology.pp_size == 1 else ())
+    is_alone = runtime.topology.pp_size == 1
+    together = Together(
+        _parameters(optimizer) if is_alone else (),
+        kept=lambda: tensors_in(list(optimizer.state.values())) if is_alone else (),
+    )
 
     def apart(closure: Callable[[], Any]) -> Any:
         with together.apart():

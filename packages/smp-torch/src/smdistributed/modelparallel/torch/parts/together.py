@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.tensors import users_of_memory
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, users_of_memory
 from smdistributed.modelparallel.torch.parts.at_rest import InParts, Shown, in_parts
 
 
@@ -27,10 +27,16 @@ class Together:
 
     Args:
         parameters: of which ranks may have parts; others stay as they are.
+        kept: gives what is kept besides, which may share memory with parameters.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        kept: Callable[[], Iterable[torch.Tensor]] = lambda: (),
+    ) -> None:
         self._parameters = in_parts(list(parameters))
+        self._kept = kept
         self._shown: Shown | None = None
         #: Each parameter, what its own gradient was, and what it is inside.
         self._gradients: list[tuple[Any, Any, Any]] = []
@@ -38,7 +44,7 @@ class Together:
     def __enter__(self) -> None:
         seen = [(each, each.grad) for each in self._parameters]
         gradients = [gradient for _, gradient in seen if isinstance(gradient, InParts)]
-        shown = Shown([*self._parameters, *gradients])
+        shown = Shown(in_parts([self._parameters, gradients, list(self._kept())]))
         with torch.no_grad():  # as what autograd has nothing to do with
             shown.__enter__()
         self._shown = shown
@@ -58,7 +64,7 @@ class Together:
                 given.append((parameter, parameter.grad))
             parameter.grad = own
         self._gradients.clear()
-        moved = shown.take_back()
+        moved = [(each, self._as_kept(data)) for each, data in shown.take_back()]
         shown.__exit__(failed, *error)
         if failed is not None:
             return
@@ -68,6 +74,17 @@ class Together:
         for parameter, data in moved:
             parameter.take_data(data)
         _check_kept(shown)
+
+    def _as_kept(self, data: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor that is kept with the memory of one, if there is such; or itself."""
+        alike = (
+            each
+            for each in self._kept()
+            if each.layout is torch.strided
+            and storage_of(each) == storage_of(data)
+            and each.shape == data.shape
+        )
+        return next(alike, data)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
