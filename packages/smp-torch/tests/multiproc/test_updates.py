@@ -59,7 +59,7 @@ def test_who_updates_what_a_rank_has_not(worlds: Worlds) -> None:
 
 def whole() -> Any:
     """What looks at whole parameters; of some, what is wrapped alone."""
-    found = updates.population(["norms", "LBFGS"])
+    found = updates.population(["norms", "LBFGS", "Adagrad"])
     for name in ("assigning", "sharp", "sharp, in two calls"):
         found["told"][name] = updates.outcome(name, is_wrapped=True)
     return found
@@ -68,5 +68,5 @@ def whole() -> Any:
 @pytest.mark.parametrize("world", ["shards", "slices"])
 def test_parts_are_whole_for_who_asks(worlds: Worlds, world: str) -> None:
     for found in run(worlds, WORLDS[world], whole):
-        assert found["counts"] == {"exact": 4}
+        assert found["counts"] == {"exact": 6}
         assert set(found["told"].values()) == {("exact", "")}

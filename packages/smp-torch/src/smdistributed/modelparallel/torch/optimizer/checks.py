@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.absence.tensors import hide_gradients
+from smdistributed.modelparallel.torch.optimizer.early_state import cut_early_state
 from smdistributed.modelparallel.torch.optimizer.number_by_number import (
     check_number_by_number,
     is_number_by_number,
@@ -192,6 +193,7 @@ def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
         # The Python of a closure is the script's, which sees whole tensors.
         has_closure = any(map(callable, (*args[1:], *kwargs.values())))
         if known[optimizer][1] and runtime.topology.mp_size > 1 and not has_closure:
+            cut_early_state(optimizer)
             trained = runtime.models_trained_by(optimizer)
             awake.extend(model for model in trained if model.wake())
 

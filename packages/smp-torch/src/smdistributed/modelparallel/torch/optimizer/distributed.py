@@ -28,6 +28,7 @@ from smdistributed.modelparallel.torch.optimizer.checks import (
     needs_wholes,
     updates_masters,
 )
+from smdistributed.modelparallel.torch.optimizer.early_state import cut_early_state
 from smdistributed.modelparallel.torch.optimizer.named_state import NamedState
 from smdistributed.modelparallel.torch.optimizer.shard_names import ShardNames
 from smdistributed.modelparallel.torch.optimizer.whole_update import update_wholes
@@ -234,6 +235,7 @@ class DistributedOptimizer(ShardNames, torch.optim.Optimizer):
             model.data_parallel.complete_accumulation()
         if self.needs_wholes:
             return self._update_wholes(closure)
+        cut_early_state(self.optimizer)
         with self._parameters_awake():
             return self._update(None if closure is None else self._resting(closure))
 
