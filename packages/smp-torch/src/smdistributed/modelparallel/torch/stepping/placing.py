@@ -37,8 +37,7 @@ def place_models(
         costs: what work costs.
 
     Raises:
-        PartitionError: the partitions that the user fixed contradict each other, or a model has
-            too few parts for the V-shaped partition that the user asked for.
+        PartitionError: the partitions that the user fixed contradict each other.
     """
     reasons = kept_whole(profile)
     for line in reasons:
@@ -103,12 +102,10 @@ def _place(
         placement = decided(v_shaped=False)
         if wants_v:
             _say(runtime, "no V-shaped partition is sought: a checkpoint or the user fixed it")
-    elif config.pipeline == "zero_bubble_v":
-        placement = decided(v_shaped=True)
     else:
         outermost = called_in(model.get_module(), profile)
         whole = sum((costs.of(each.work) for each in outermost), PassCosts())
-        placement = _faster(runtime, whole, decided)
+        placement = _in_v(runtime, whole, decided)
     # One decision for the whole job: code that goes through a set has no order of its own.
     assignment = runtime.communicator.from_first(placement.assignment, CommGroup.WORLD)
     placement = Placement(holder.fakes, assignment)
@@ -124,12 +121,12 @@ def _place(
     _say(runtime, partition_text(assignment))
 
 
-def _faster(
+def _in_v(
     runtime: TorchRuntime,
     whole: PassCosts,
     decided: Callable[..., Placement],
 ) -> Placement:
-    """Returns a V-shaped partition if it is possible and faster, else one piece a rank.
+    """Returns a V if one is possible, and faster or asked for by name, else one piece a rank.
 
     Args:
         runtime: the state of the library in this process.
@@ -137,12 +134,14 @@ def _faster(
         decided: the placement, given its shape.
     """
     config = runtime.config
-    flat = decided(v_shaped=False)
     try:
         v_shaped = decided(v_shaped=True)
-    except PartitionError as error:
+    except PartitionError as error:  # the model has too few parts
         _say(runtime, f"no V-shaped partition: {error}")
-        return flat
+        return decided(v_shaped=False)
+    if config.pipeline == "zero_bubble_v":
+        return v_shaped
+    flat = decided(v_shaped=False)
     if v_gains(
         flat.assignment,
         v_shaped.assignment,
