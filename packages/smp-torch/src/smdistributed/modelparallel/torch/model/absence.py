@@ -101,20 +101,15 @@ class Absence:
         finally:
             self.is_read = before
 
-    @property
-    def has_slices(self) -> bool:
-        """Whether the ranks of a partition have slices of its parameters."""
-        return self._runtime.topology.tp_size > 1
-
     def begin_call(self) -> None:
         """Has all of the model be here for a call outside of step functions. Collective: PP_GROUP.
 
         Raises:
-            SMPError: gradients may be asked for, or ranks have slices besides.
+            SMPError: gradients may be asked for.
         """
         if self._runtime.is_in_step:
             return
-        calling = None if self.has_slices or torch.is_grad_enabled() else self.calling()
+        calling = None if torch.is_grad_enabled() else self.calling()
         if calling is not None:
             calling.begin_call()
             self._num_calls += 1
@@ -122,9 +117,9 @@ class Absence:
             raise SMPError(
                 f"rank {self._runtime.rank} holds one of {self._runtime.topology.pp_size} "
                 "partitions of this model, so it cannot run here by itself: call the "
-                "DistributedModel inside a function decorated with @smp.step, or, "
-                "without tensor parallelism, on every rank inside torch.no_grad(), where each has "
-                f"all of it for the time of the call. {WHOLE_MODEL}"
+                "DistributedModel inside a function decorated with @smp.step, or, on every rank, "
+                "inside torch.no_grad(), where each has all of it for the time of the call. "
+                f"{WHOLE_MODEL}"
             )
 
     def end_call(self) -> None:
@@ -152,19 +147,6 @@ def _nothing(*_: Any) -> None:
     """What a copy of a model has in the place of a watch."""
 
 
-def _not_called(*_: Any) -> NoReturn:
-    """What a copy has there of a model that ranks have slices of, too.
-
-    Raises:
-        UnsupportedError: the copy is called, or its state asked for.
-    """
-    raise UnsupportedError(
-        "a copy of a model whose partitions are on several processes, which have slices of its "
-        "parameters besides, cannot be called, and has no state_dict(): load state_dict() of the "
-        "DistributedModel into a new model."
-    )
-
-
 class _Watch:
     """A hook that is no part of the model's state."""
 
@@ -176,7 +158,7 @@ class _Watch:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """A copy of the model is none of the job: all that is done with it all ranks do."""
-        return _not_called if self._absence.has_slices else _nothing
+        return _nothing
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedError(NOT_COPIED)

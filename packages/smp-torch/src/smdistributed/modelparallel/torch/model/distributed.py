@@ -25,7 +25,6 @@ from smdistributed.modelparallel.common.errors import (
     SMPError,
     UnsupportedError,
 )
-from smdistributed.modelparallel.torch.absence.following import make_whole
 from smdistributed.modelparallel.torch.absence.optimizers import cleared_unseen
 from smdistributed.modelparallel.torch.activations.blocks import checkpoint_blocks
 from smdistributed.modelparallel.torch.execute.starts import differentiate
@@ -60,6 +59,7 @@ from smdistributed.modelparallel.torch.record.questions.pending import PendingNu
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.compiled_calls import CompiledCalls
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone
+from smdistributed.modelparallel.torch.tensor_parallel.copied import take_copy
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
     slices_guarded,
@@ -99,7 +99,7 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         super().__init__()
         self._given = weakref.ref(module)  # which distributed modules may take the place of
         check_made(module)
-        make_whole([*module.parameters(), *module.buffers()])  # a copy of another one, say
+        take_copy(module)  # if it is one of another one
         _check_overlaps(runtime, module)
         _check_renormalized(runtime, module)
         module = with_distributed_modules(runtime, module)
@@ -472,8 +472,9 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         check_not_sharded(self.holder)
         self._check_has_values("a call between steps")
         self.follow_changes()
-        self.wake()
-        self._whole_calls.begin(self.holder.fakes)
+        with slices_as_they_are():
+            self.wake()
+            self._whole_calls.begin(self.holder.fakes)
 
     def end_call(self) -> None:
         """See ``Calling``."""

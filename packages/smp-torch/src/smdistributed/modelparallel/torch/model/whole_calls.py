@@ -1,12 +1,13 @@
 """Calls of a split model between steps, without gradients: to evaluate, to generate.
 
 All ranks run the same script, so all of a pipeline make the call. For its time each has the tensors
-of the others in their places, and computes all of it. They are kept for further calls, until a
-parameter changes or the next step begins.
+of the others in their places, its slices of those that are in slices, and computes all of it. They
+are kept for further calls, until a parameter changes or the next step begins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 
@@ -17,6 +18,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_guarded
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class WholeCalls:
         self._others: dict[int, torch.Tensor] = {}
         self._replaced: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor | None]] = []
         self._depth = 0
+        self._guarding = contextlib.ExitStack()
         self._is_told = False
 
     def begin(self, fakes: FakeModel) -> None:
@@ -51,6 +54,7 @@ class WholeCalls:
         if not self._depth:
             self._follow(fakes)
             self._replace(fakes)
+            self._guarding.enter_context(slices_guarded([fakes.slice_guard]))
         self._depth += 1
 
     def _replace(self, fakes: FakeModel) -> None:
@@ -65,6 +69,7 @@ class WholeCalls:
         """Takes them out again."""
         self._depth -= 1
         if not self._depth:
+            self._guarding.close()
             for table, name, tensor in self._replaced:
                 table[name] = tensor
             self._replaced.clear()

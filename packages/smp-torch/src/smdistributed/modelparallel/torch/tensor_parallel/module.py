@@ -16,6 +16,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.pieces import Bands, Part, Rectangle
 from smdistributed.modelparallel.torch.parts.blocks import put, taken
+from smdistributed.modelparallel.torch.tensor_parallel.copied import call_between_steps
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import used_slice
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
@@ -98,7 +99,7 @@ class DistributedModule(nn.Module):
         super().__init_subclass__(**kwargs)
         forward = vars(cls).get("forward")
         if forward is not None and not is_part:
-            cls.forward = using_own_slices(forward)
+            cls.forward = using_own_slices(forward, call_between_steps)
 
     def __init__(self) -> None:
         super().__init__()

@@ -202,25 +202,23 @@ def guarded_when_recomputed() -> contextlib.AbstractContextManager[None]:
     return checkpointing_replaced(replace)
 
 
-def using_own_slices(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the forward of a distributed module as one that has its slices as they are."""
+def using_own_slices(
+    forward: Callable[..., Any], between_steps: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns the forward of a distributed module as one that has its slices as they are.
+
+    Args:
+        forward: of the module.
+        between_steps: is given it, the module and its arguments where no model runs.
+    """
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not _running:
-            return _call_awake(forward, self, args, kwargs)
+            return between_steps(forward, self, args, kwargs)
         return _running[-1].call(forward, self, args, kwargs)
 
     return call
-
-
-def _call_awake(forward: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Calls the forward of a module that no model has which runs, as of a copy of one."""
-    with contextlib.ExitStack() as stack:
-        for each in module.parameters():
-            if hasattr(type(each), "awake"):  # a slice between steps
-                stack.enter_context(each.awake())  # type: ignore[attr-defined]
-        return forward(module, *args, **kwargs)
 
 
 def _call_with_slices(
