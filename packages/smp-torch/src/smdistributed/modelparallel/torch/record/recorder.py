@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.compat.calling_line import is_called_by_library
+from smdistributed.modelparallel.torch.compat.private import distributed
 from smdistributed.modelparallel.torch.compat.private.distributed import exchanges
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
@@ -93,6 +95,8 @@ from smdistributed.modelparallel.torch.tensors.nested import fill, map_tensors, 
 from smdistributed.modelparallel.torch.trial.turns import is_code_of_others
 
 _OWN_PACKAGE = __name__.removesuffix("record.recorder")
+#: What brings an exchange to where it is noted.
+_SEEING_EXCHANGES = frozenset((__name__, distributed.__name__))
 
 
 class Recorder(TorchFunctionMode):
@@ -573,6 +577,8 @@ class Recorder(TorchFunctionMode):
         state = self._state
         if state.paused and not state.runs_for_real:
             return
+        if is_called_by_library(_SEEING_EXCHANGES):
+            return  # by a module that ranks compute together, with tensors
         refused = functools.partial(exchanges_stand_ins, name)
         if not self._companions.issuperset(get_process_group_ranks(group)):
             raise refused(self._calls.where())

@@ -15,8 +15,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
-
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.schedule import Schedule
@@ -26,7 +24,7 @@ from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.planning.statistics import statistics_in_turn
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
+from smdistributed.modelparallel.torch.tensor_parallel.module import places_in
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +58,7 @@ class CommonOrder:
             return 0, None
         structure = _structure(plans)
         number = self._made(plans)[0] if group.rank == 0 else 0
-        everyones = group.collectives.compare([zlib.crc32(structure.encode()), number])
+        everyones = group.recorded([zlib.crc32(structure.encode()), number])
         if any(each[0] != everyones[0][0] for each in everyones):
             self._refuse(structure)
         number = everyones[0][1]
@@ -155,7 +153,7 @@ def _structure_of(plan: Plan) -> list[str]:
         names = [
             f"{inside[0]}{_gradients_of(node, plan)}"
             for node in segment.nodes
-            if node.kind is NodeKind.LEAF and (inside := _places(node.target))
+            if node.kind is NodeKind.LEAF and (inside := places_in(node.target))
         ]
         direction = "differentiated" if segment.index in plan.backward else "forward only"
         lines.append(
@@ -172,11 +170,6 @@ def _gradients_of(node: Node, plan: Plan) -> str:
         return " (with gradients)" * bool(values)
     places = [str(place) for place, each in enumerate(node.outputs) if each in values]
     return f" (with gradients of results {', '.join(places)})"
-
-
-def _places(module: nn.Module) -> list[str]:
-    """Returns the names of the distributed modules in a module, itself included."""
-    return [each.place for each in module.modules() if isinstance(each, DistributedModule)]
 
 
 def _keep(known: OrderedDict[Any, Any]) -> None:

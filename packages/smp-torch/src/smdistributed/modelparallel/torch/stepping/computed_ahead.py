@@ -24,6 +24,7 @@ from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObje
 from smdistributed.modelparallel.torch.state.switches import without_autocast
 from smdistributed.modelparallel.torch.stepping.question_plans import Part
 from smdistributed.modelparallel.torch.stepping.state_ahead import StateAhead, places_of
+from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import slices_as_they_are
 
 _HOST = torch.device("cpu")
 
@@ -166,12 +167,14 @@ class ComputedAhead:
         if part.program is None:
             return None
         runtime = self._runtime
+        runtime.tensor_group.ahead(part.together)
         inputs = [*map(self._inputs.get, range(len(given.inputs))), *given.constants]
         arguments = [self._tensors[value.index] for value in part.nodes.inputs]
         carried = CarriedObjects(Carried.copy)
         devices = tuple(dict.fromkeys(("cpu", runtime.device.type)))
         is_placed = self.together.shares
         with (
+            slices_as_they_are(),
             runtime.random.computing_ahead(self._calls, self._microbatch),
             without_autocast(devices),
             self._state.found(part.nodes, given.where) as written,

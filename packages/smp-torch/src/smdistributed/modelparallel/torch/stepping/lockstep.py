@@ -139,6 +139,7 @@ class Lockstep:
                 raise failure or last.failure.error()
             if last.is_open:
                 self._compare(failure)
+                self._runtime.tensor_group.recorded()  # before all ranks place the models
                 self._compare(self._closed(batch))
             is_whole = self._num_said == len(batch.calls)
         if any(each.is_new for each in self._said):
@@ -263,9 +264,7 @@ class Lockstep:
     def _step_ahead(self) -> StepAhead:
         """Returns what is computed ahead of a step, for questions about activations."""
         models = models_of(self._runtime)
-        is_possible = self._runtime.tensor_group.passes is None and all(
-            model.data_parallel.shards is None for model in models
-        )
+        is_possible = all(model.data_parallel.shards is None for model in models)
         return StepAhead(self._runtime, self._question_plans, is_possible=is_possible)
 
     def _looking_ahead(self, recorder: Recorder) -> LookingAhead:

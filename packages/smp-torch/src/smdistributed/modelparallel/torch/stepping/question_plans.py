@@ -6,15 +6,27 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.planning.parts import on_one_rank, part_giving, parts_between
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, Value, changed_attributes
+from smdistributed.modelparallel.torch.record.ir import (
+    Graph,
+    Node,
+    NodeKind,
+    Value,
+    changed_attributes,
+)
 from smdistributed.modelparallel.torch.record.questions.question import Before
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
+from smdistributed.modelparallel.torch.tensor_parallel import exchange
+from smdistributed.modelparallel.torch.tensor_parallel.module import places_in
 
 logger = logging.getLogger(__name__)
+
+#: Where exchanges of tensor-parallel ranks are.
+_OF_GROUP = exchange.__name__.rpartition(".")[0]
 
 
 @dataclass
@@ -25,11 +37,13 @@ class Part:
         nodes: what it computes.
         inputs: the values of the step's tensor arguments that it reads.
         program: computes it, on the rank that does.
+        together: names of what tensor-parallel ranks compute together in it.
     """
 
     nodes: SegmentNodes
     inputs: list[Value]
     program: Program | None
+    together: list[str]
 
 
 @dataclass
@@ -114,7 +128,23 @@ class QuestionPlans:
         program = None
         if nodes.rank == runtime.coordinates.pp_rank:
             program = Program(plan, nodes, runtime.device, runtime.random)
-        return Part(nodes, inputs, program)
+        together = dict.fromkeys(name for node in nodes.nodes for name in _together(node))
+        return Part(nodes, inputs, program, list(together))
+
+
+def _together(node: Node) -> list[str]:
+    """Returns the names of what tensor-parallel ranks compute together in a node.
+
+    Before there are partitions a module is recorded by its calls, exchanges among them.
+    """
+    if node.kind is NodeKind.LEAF:
+        return places_in(node.target)
+    if node.kind is NodeKind.CALL:
+        target = node.target
+        maker = target if isinstance(target, FunctionType) else getattr(target, "__self__", None)
+        is_of_group = getattr(maker, "__module__", "").startswith(_OF_GROUP)
+        return [maker.__name__.strip("_")] if is_of_group else []  # type: ignore[union-attr]
+    return []
 
 
 def _writes(graph: Graph) -> bool:

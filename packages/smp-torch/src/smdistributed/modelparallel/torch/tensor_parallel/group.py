@@ -140,6 +140,33 @@ class TensorGroup:
         """Returns the seed that the first rank of the group gives. Collective: TP_GROUP."""
         return seed if self.words is None else self.words.say(Moment.BEGIN, "", [seed])[0][0]
 
+    def recorded(self, numbers: Sequence[int] = ()) -> list[list[int]]:
+        """Returns the numbers of all ranks, which have recorded a step. Collective: TP_GROUP.
+
+        Raises:
+            SMPError: one of them still asks for values of activations.
+        """
+        if self.words is None:
+            return [list(numbers)]
+        return self.words.say(Moment.RECORDED, "", numbers)
+
+    def ahead(self, names: Sequence[str]) -> None:
+        """Says which modules are computed for a question about an activation. Collective: TP_GROUP.
+
+        Raises:
+            SMPError: other ranks ask for other values, or for none.
+        """
+        if self.words is None or not names:
+            return
+        told = ", ".join(names)
+        number = zlib.crc32(told.encode())
+        if any(each[0] != number for each in self.words.say(Moment.AHEAD, told, [number])):
+            self.refuse(
+                "must compute the same modules for what Python asks of activations, since they "
+                "compute them together",
+                told,
+            )
+
     def end_step(self, flags: Sequence[bool]) -> list[bool]:
         """Returns which flags are set on any rank; all give as many. Collective: TP_GROUP."""
         if self.words is None:

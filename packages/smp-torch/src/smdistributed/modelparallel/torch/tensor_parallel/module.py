@@ -242,6 +242,11 @@ def name_places(model: nn.Module) -> None:
             module.place = f"{name or 'the model'} ({type(module).__name__})"
 
 
+def places_in(module: nn.Module) -> list[str]:
+    """Returns the names of the distributed modules in a module, itself included."""
+    return [each.place for each in module.modules() if isinstance(each, DistributedModule)]
+
+
 def guard_of(model: nn.Module, name: str = "") -> SliceGuard:
     """Returns what refuses reads of the slices of a model, or of a module of a name in it."""
     distributed = [each for each in model.modules() if isinstance(each, DistributedModule)]

@@ -29,6 +29,8 @@ class Moment(enum.IntEnum):
     CONFIRMED = 5
     OTHER_WAY = 6
     WHOLE = 7
+    RECORDED = 8
+    AHEAD = 9
 
 
 _DOING = {
@@ -38,6 +40,8 @@ _DOING = {
     Moment.END: "ends the step",
     Moment.CONFIRMED: "ends a pass that it runs as captured",
     Moment.WHOLE: "uses {} between steps",
+    Moment.RECORDED: "has run the Python of the step",
+    Moment.AHEAD: "computes {} before the step, for who asks for a value",
     Moment.OTHER_WAY: "goes another way than in the pass that was captured",
 }
 
