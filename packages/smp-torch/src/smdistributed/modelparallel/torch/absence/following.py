@@ -108,9 +108,9 @@ def _is_absent(value: Any) -> bool:
 
 def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     own = args[0] if args and isinstance(args[0], AbsentTensor) else None
-    if func == _TENSOR.data.__set__ and _is_computed_for(*args):
+    if func == _TENSOR.data.__set__ and is_computed_for(*args):
         return _give_data(*args)
-    if func == _TENSOR.grad.__set__ and _is_computed_for(*args):
+    if func == _TENSOR.grad.__set__ and is_computed_for(*args):
         return _give_gradient(*args)
     if func in (_TENSOR.data.__set__, _TENSOR.grad.__set__) and own is None:
         with awake(owned_in(args)):
@@ -186,7 +186,7 @@ def _of_one(func: Any, own: AbsentTensor, args: Any) -> tuple[bool, Any]:
     return False, None
 
 
-def _is_computed_for(parameter: torch.Tensor, data: torch.Tensor) -> bool:
+def is_computed_for(parameter: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether ranks that compute it together can give a model's own tensor its data."""
     if not isinstance(data, AbsentTensor) or len(data.absent.origin.owners) < 2:
         return False
@@ -203,6 +203,11 @@ def _give_data(parameter: torch.Tensor, data: AbsentTensor) -> None:
     """Writes the data to the memory that there is: no rank has the memory of what is computed."""
     with torch.no_grad():
         _answer(_TENSOR.copy_, (parameter, data), {})
+    note_given(data)
+
+
+def note_given(data: AbsentTensor) -> None:
+    """Takes note that a parameter was given what an absent tensor is as its data."""
     data.absent.keeper.given.note(data.absent.fake, _all_names([data]))
 
 

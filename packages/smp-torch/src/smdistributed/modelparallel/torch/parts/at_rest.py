@@ -31,6 +31,7 @@ from smdistributed.modelparallel.torch.absence.owned import (
     owned_in,
 )
 from smdistributed.modelparallel.torch.compat.private.below import (
+    operated_by,
     past_operations,
     without_memory,
 )
@@ -360,6 +361,15 @@ class Shown:
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function with the whole tensors; returns what it does of those given."""
+        try:
+            return self._call(func, args, kwargs)
+        finally:
+            for blocks, whole in [*self._wholes.items()]:
+                if operated_by(whole) is not None:  # another partition has what was written to it
+                    blocks.let_go()
+                    del self._wholes[blocks]
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._stand_ins:
             return _followed(func, args, kwargs)
         result = _followed(func, self._replaced(args), self._replaced(kwargs))
@@ -379,6 +389,8 @@ class Shown:
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         moved = None
         for (each, kind, lying), version in zip(self._given, self._versions, strict=True):
+            if lying.blocks not in self._wholes:
+                continue
             if version_of(each) != version:
                 self._written.add(lying.blocks)
             now = lying.of(each)
@@ -457,7 +469,8 @@ def _has_others(structure: Any) -> bool:
 def _tensors_in(structure: Any, without: Collection[int]) -> Iterator[torch.Tensor]:
     """Yields tensors with memory in a structure, but for some."""
     if isinstance(structure, torch.Tensor):
-        if id(structure) not in without and not is_wrapped(structure):
+        has_memory = not is_wrapped(structure) and operated_by(structure) is None
+        if id(structure) not in without and has_memory:
             with past_subclass_functions():
                 if structure.layout is torch.strided:
                     yield structure

@@ -10,6 +10,7 @@ import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.pieces import Part, Rectangle
+from smdistributed.modelparallel.torch.absence.tensors import vacant
 from smdistributed.modelparallel.torch.compat.private.below import operated_by
 
 
@@ -99,6 +100,10 @@ class Blocks:
     def is_here(self) -> bool:
         """Whether the block still is on this rank, and not on another partition."""
         return operated_by(self.values) is None
+
+    def let_go(self) -> None:
+        """Has no block any more: what sees it asks for what another partition has."""
+        self.values = vacant(self.values, self.values.device)
 
     @property
     def told(self) -> str:

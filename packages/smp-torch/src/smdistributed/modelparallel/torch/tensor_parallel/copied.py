@@ -8,6 +8,7 @@ pipeline make the call: for its time each has its slice of every parameter.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import pytree
 from smdistributed.modelparallel.torch.parts import at_rest
 from smdistributed.modelparallel.torch.parts.at_rest import InParts, show
 from smdistributed.modelparallel.torch.parts.blocks import taken
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors
 
 
 def call_between_steps(
@@ -36,8 +38,8 @@ def call_between_steps(
         args: by position.
         kwargs: by name.
 
-    Raises:
-        UnsupportedError: gradients of what other partitions have are asked for.
+    Returns:
+        what it returns; beside a pipeline a gradient through that is refused.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if not any(map(_is_of_one, tensors)):
@@ -48,15 +50,33 @@ def call_between_steps(
             return forward(module, *args, **kwargs)
     given = pytree.tree_map(_known_everywhere, (tuple(args), dict(kwargs)))
     leaves = [each for each in pytree.tree_leaves(given) if isinstance(each, torch.Tensor)]
+    with _own_slices_in(module), torch.no_grad():
+        result = forward(module, *given[0], **given[1])
     if torch.is_grad_enabled() and any(each.requires_grad for each in (*tensors, *leaves)):
+        return map_tensors(result, functools.partial(_Undifferentiated.apply, _anchor(), module))
+    return result
+
+
+class _Undifferentiated(torch.autograd.Function):
+    """What a module of a copy gives: its parameters are not where a gradient would be computed."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, module: nn.Module, result: torch.Tensor) -> Any:
+        ctx.kind = type(module).__name__
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
         raise UnsupportedError(
-            f"a copy of {type(module).__name__}, of whose parameters each tensor-parallel rank of "
-            "one partition has a slice, was called with gradients: call it inside "
-            "torch.no_grad(), on every rank, or wrap it by smp.DistributedModel and call it in a "
-            "step function."
+            f"a gradient is asked for through a {ctx.kind} of a copy of a model, of whose "
+            "parameters the tensor-parallel ranks of one partition have slices: wrap the copy by "
+            "smp.DistributedModel, and call it in a step function."
         )
-    with _own_slices_in(module):
-        return forward(module, *given[0], **given[1])
+
+
+def _anchor() -> torch.Tensor:
+    """Returns what has a result require a gradient."""
+    return torch.empty(0, requires_grad=True)
 
 
 def _is_of_one(tensor: Any) -> bool:

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.absence.following import is_computed_for, note_given
 from smdistributed.modelparallel.torch.absence.notes import REMEDY
 from smdistributed.modelparallel.torch.absence.owned import gradient_of, of_copy, own_up
 from smdistributed.modelparallel.torch.absence.tensors import is_vacant
@@ -337,10 +338,17 @@ def _take_data(own: Any, tensor: Any) -> None:
     It may have another type, or be elsewhere. Collective: TP_GROUP.
 
     Raises:
-        UnsupportedError: another partition has it.
+        UnsupportedError: one other partition has it.
     """
     former: Blocks = own.lying.blocks
     if is_vacant(tensor):
+        with past_subclass_functions():  # by the shape of the whole
+            is_computed = is_computed_for(own, tensor)
+        if is_computed:
+            with torch.no_grad():
+                run(_Tensor.copy_, (own, tensor), {})
+            note_given(tensor)
+            return
         raise UnsupportedError(
             f"{former.told} is given as its data what another partition has, or what was computed "
             f"from it. {REMEDY}"
