@@ -144,6 +144,8 @@ def outcome_of(script: str, between: Between) -> str:
         if "built" in names:
             names["built"](net)
         _seed()
+        if smp.tp_size() > 1:
+            smp.set_tensor_parallelism(net, auto=True)
         model = smp.DistributedModel(net)
         if "made" in names:
             names["made"](model, smp.DistributedOptimizer)

@@ -3,9 +3,9 @@
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
 ``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``reached``,
-``split_buffers`` and ``at_rest`` generate the scripts. What is refused says why; nothing may give
-other numbers than plain PyTorch. Every run tries samples that go through all of them in strides;
-the slow parts are the whole of them.
+``split_buffers``, ``copied_models`` and ``at_rest`` generate the scripts. What is refused says why;
+nothing may give other numbers than plain PyTorch. Every run tries samples that go through all of
+them in strides; the slow parts are the whole of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import asked
 import asked_gradients
 import at_rest
 import between
+import copied_models
 import derived_numbers
 import kept_features
 import layers
@@ -73,6 +74,7 @@ STRIDES = {
     "shown": 285,
     "reached": 343,
     "buffers": 131,
+    "copies": 28,
 }
 
 
@@ -163,6 +165,7 @@ POPULATIONS = {
     "shown": mixed(shown.SHOWS),
     "reached": mixed(reached.REACHED),
     "buffers": mixed(split_buffers.SPLIT),
+    "copies": mixed(copied_models.COPIES),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
@@ -172,9 +175,11 @@ ONE_WORLD = (
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
 #: Where ranks have parts of parameters, which are whole between two steps.
-IN_PARTS = {"sdp2": IN_SHARDS, **dict.fromkeys(("tp2", "tp2-auto", "pp2-tp2"), ("at rest",))}
+IN_PARTS = {"sdp2": IN_SHARDS, **dict.fromkeys(("tp2", "tp2-auto"), ("at rest",))}
+#: Beside a pipeline slices are copied, called between steps and asked about, too.
+IN_BOTH = {"pp2-tp2": ("at rest", "copies", "asked")}
 #: The worlds in which some populations alone are tried.
-IN_SOME = {**IN_PARTS, "placed": ("recomputed", "reached")}
+IN_SOME = {**IN_PARTS, **IN_BOTH, "placed": ("recomputed", "reached")}
 #: Where ranks have partitions, whose values the others read between two steps.
 IN_PIPELINES = ("pp2", "v")
 #: World -> population -> the first script that every run tries, and every how many the next. Those
@@ -379,6 +384,11 @@ def try_at_rest(names: Sequence[str]) -> dict[str, str]:
     return {name: loops.outcome(at_rest.ACTS[name]) for name in names}
 
 
+def try_copies(names: Sequence[str]) -> dict[str, str]:
+    """Returns what became of some loops with a copy of their model, or calls of it."""
+    return {name: loops.outcome(copied_models.COPIES[name]) for name in names}
+
+
 TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "state": try_state,
     "uses": try_uses,
@@ -401,6 +411,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "reached": try_reached,
     "at rest": try_at_rest,
     "buffers": try_buffers,
+    "copies": try_copies,
 }
 
 
@@ -512,6 +523,18 @@ def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> Non
 def test_numbers_of_single_parameters_come_from_the_ranks_that_have_them(worlds: Worlds) -> None:
     names = ["between: both: assigned", "asked for"]
     for found in run(worlds, WORLDS["pp2-tp2"], try_at_rest, names):
+        assert set(found.values()) == {"exact"}
+
+
+def test_models_in_slices_beside_a_pipeline_are_copied_called_and_asked(worlds: Worlds) -> None:
+    copies = [
+        "deepcopy, before, averaged, called",
+        "deepcopy, after, the model crossed, net called",
+    ]
+    for found in run(worlds, WORLDS["pp2-tp2"], try_copies, copies):
+        assert set(found.values()) == {"exact"}
+    questions = ["branch, middle, norm", "two, end, tanh"]
+    for found in run(worlds, WORLDS["pp2-tp2"], try_asked, questions):
         assert set(found.values()) == {"exact"}
 
 

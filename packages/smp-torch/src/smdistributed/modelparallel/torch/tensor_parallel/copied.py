@@ -131,8 +131,7 @@ def _values_in(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
     """Yields the tensors of one partition in a module, and what this rank uses of each."""
     parts = {
         id(tensor): kept.part(each.tensor_group.size, each.tensor_group.rank)
-        for each in module.modules()
-        if hasattr(each, "slice_of")
+        for each in _distributed_in(module)
         for name, tensor in each._parameters.items()
         if (kept := each.slice_of(name)) is not None
     }
@@ -141,3 +140,7 @@ def _values_in(module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]
             whole = _known_everywhere(tensor)
             part = parts.get(id(tensor))
             yield tensor, whole if part is None else taken(whole, part).clone()
+
+
+def _distributed_in(module: nn.Module) -> Iterator[Any]:
+    return (each for each in module.modules() if hasattr(each, "slice_of"))
