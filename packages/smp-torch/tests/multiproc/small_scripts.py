@@ -94,6 +94,8 @@ def _is_close(one: Any, other: Any) -> bool:
 
 def _difference(expected: Any, found: Any, model: Any, kept: list[Any]) -> str:
     losses, gradients, buffers, stored = expected
+    # Ranks with slices add products up in another order.
+    tolerance = GRADIENT_TOLERANCE * (10 if smp.tp_size() > 1 else 1)
     if len(stored) != len(kept) or not all(map(_is_close, stored, kept)):
         return f"wrong: stored {kept} instead of {stored}"
     for one, other in zip(losses, found.outputs, strict=True):
@@ -105,7 +107,8 @@ def _difference(expected: Any, found: Any, model: Any, kept: list[Any]) -> str:
             if (want is None or not want.any()) and (got is None or not got.any()):
                 continue
             return f"wrong: {name} has {'no' if got is None else 'a'} gradient"
-        if not (want - got).abs().max() <= GRADIENT_TOLERANCE * max(1.0, float(want.abs().max())):
+        most = tolerance * max(1.0, float(want.abs().max()))
+        if not (want - got).abs().max() <= most:
             return f"wrong: gradient of {name}"
     for name, buffer in model.local_named_buffers():
         if not torch.allclose(buffers[name], buffer, rtol=1e-5, atol=1e-6):

@@ -238,14 +238,19 @@ def _with_values(func: Any, args: Any, kwargs: Any, *, is_everywhere: bool) -> A
 
 def _give_gradient(parameter: torch.Tensor, gradient: AbsentTensor) -> None:
     """Makes a gradient of what all ranks compute: the rank that has the parameter updates by it."""
-    asked = _question(_TENSOR.grad.__set__, gradient, is_everywhere=True)
-    values = gradient.absent.keeper.answer(asked)
+    values = computed_gradient(gradient)
     if isinstance(parameter, AbsentTensor):
         clear_gradient(parameter)
         parameter.grad = new_gradient(parameter)
         return
     with awake(owned_in([parameter])):
-        parameter.grad = values.clone()
+        parameter.grad = values
+
+
+def computed_gradient(gradient: AbsentTensor) -> torch.Tensor:
+    """Returns what all ranks compute to be a gradient. Collective: PP_GROUP."""
+    asked = _question(_TENSOR.grad.__set__, gradient, is_everywhere=True)
+    return gradient.absent.keeper.answer(asked).clone()
 
 
 def make_whole(tensors: Iterable[torch.Tensor]) -> None:

@@ -20,7 +20,11 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.absence.following import is_computed_for, note_given
+from smdistributed.modelparallel.torch.absence.following import (
+    computed_gradient,
+    is_computed_for,
+    note_given,
+)
 from smdistributed.modelparallel.torch.absence.notes import REMEDY
 from smdistributed.modelparallel.torch.absence.owned import gradient_of, of_copy, own_up
 from smdistributed.modelparallel.torch.absence.tensors import is_vacant
@@ -384,6 +388,8 @@ def _take_gradient(own: Any, tensor: Any) -> None:
     with past_subclass_functions():
         if tensor is own.grad:
             return
+        if is_vacant(tensor) and is_computed_for(own, tensor):
+            tensor = computed_gradient(tensor)
     blocks: Blocks = own.lying.blocks
     like = blocks.like_these(blocks.values.new_empty(0), is_gradient=True)
     like.home.agree(like)
