@@ -529,7 +529,7 @@ def test_numbers_of_single_parameters_come_from_the_ranks_that_have_them(worlds:
 def test_models_in_slices_beside_a_pipeline_are_copied_called_and_asked(worlds: Worlds) -> None:
     copies = [
         "deepcopy, before, averaged, called",
-        "deepcopy, after, the model crossed, net called",
+        "averaged model, after, the model crossed, the net called",
     ]
     for found in run(worlds, WORLDS["pp2-tp2"], try_copies, copies):
         assert set(found.values()) == {"exact"}
