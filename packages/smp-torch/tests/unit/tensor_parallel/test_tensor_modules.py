@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
+from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.pieces import Rectangle
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
@@ -18,6 +20,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.module import (
     distributed_modules_on_trial,
     taken,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.words import Moment
 
 SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
@@ -221,6 +224,38 @@ def test_flags_of_many_models_are_told_in_one_word() -> None:
     told = group.end_step(flags)
     assert len(told) == 200
     assert [place for place, flag in enumerate(told) if flag] == [0, 2, 50, 95]
+
+
+class Other(OneOther):
+    """The other of two ranks says another word, which it would tell of by a text."""
+
+    def __init__(self, word: Sequence[int], text: str) -> None:
+        super().__init__()
+        self._word, self._text = list(word), text
+
+    def compare(self, word: list[int]) -> list[list[int]]:
+        return [word, [*self._word, *[0] * (len(word) - len(self._word))]]
+
+    def compare_texts(self, text: str) -> list[str]:
+        return [text, self._text]
+
+
+@pytest.mark.parametrize(
+    ("word", "rule"),
+    [
+        ([Moment.AHEAD, 7], "must compute the same modules for what Python asks of activations"),
+        ([Moment.RECORDED], "must do the same, since they compute modules together"),
+        ([Moment.CALL, 7], "must do the same, since they compute modules together"),
+    ],
+)
+def test_ranks_that_ask_otherwise_of_activations_are_told_so(word: list[int], rule: str) -> None:
+    """Else one would wait in a module for another, which has gone on."""
+    other: Any = Other(word, "what it does")
+    with pytest.raises(SMPError, match=rf"{rule}.*; received tp_rank 0: .*0\.linear.*what it does"):
+        TensorGroup(other).ahead(["0.linear"])
+    alike: Any = OneOther()
+    TensorGroup(alike).ahead(["0.linear"])
+    assert TensorGroup(alike).recorded([5, 6])[1][:2] == [5, 6]
 
 
 class NobodyElse:
