@@ -575,10 +575,10 @@ class Recorder(TorchFunctionMode):
                 and is not run with tensors.
         """
         state = self._state
-        if state.paused and not state.runs_for_real:
+        # A module that ranks compute together exchanges tensors, where it runs for real.
+        is_ours = state.paused and is_called_by_library(_SEEING_EXCHANGES)
+        if is_ours or (state.paused and not state.runs_for_real):
             return
-        if is_called_by_library(_SEEING_EXCHANGES):
-            return  # by a module that ranks compute together, with tensors
         refused = functools.partial(exchanges_stand_ins, name)
         if not self._companions.issuperset(get_process_group_ranks(group)):
             raise refused(self._calls.where())
