@@ -79,6 +79,7 @@ from smdistributed.modelparallel.torch.record.trace.overwritten import (
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.switches import positions
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,
     slices_guarded,
@@ -576,7 +577,8 @@ class Recorder(TorchFunctionMode):
         """
         state = self._state
         # A module that ranks compute together exchanges tensors, where it runs for real.
-        is_ours = state.paused and is_called_by_library(_SEEING_EXCHANGES)
+        has_slices = DistributedModule._group.size > 1
+        is_ours = has_slices and state.paused and is_called_by_library(_SEEING_EXCHANGES)
         if is_ours or (state.paused and not state.runs_for_real):
             return
         refused = functools.partial(exchanges_stand_ins, name)
