@@ -364,10 +364,10 @@ class Shown:
         try:
             return self._call(func, args, kwargs)
         finally:
-            for blocks, whole in [*self._wholes.items()]:
+            for blocks, whole in [*self.wholes.items()]:
                 if operated_by(whole) is not None:  # another partition has what was written to it
                     blocks.let_go()
-                    del self._wholes[blocks]
+                    del self.wholes[blocks]
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not self._stand_ins:
@@ -389,7 +389,7 @@ class Shown:
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
         moved = None
         for (each, kind, lying), version in zip(self._given, self._versions, strict=True):
-            if lying.blocks not in self._wholes:
+            if lying.blocks not in self.wholes:
                 continue
             if version_of(each) != version:
                 self._written.add(lying.blocks)

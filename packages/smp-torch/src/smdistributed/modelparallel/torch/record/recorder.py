@@ -21,8 +21,6 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.compat.calling_line import is_called_by_library
-from smdistributed.modelparallel.torch.compat.private import distributed
 from smdistributed.modelparallel.torch.compat.private.distributed import exchanges
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
@@ -79,7 +77,6 @@ from smdistributed.modelparallel.torch.record.trace.overwritten import (
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.switches import positions
-from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,
     slices_guarded,
@@ -96,8 +93,6 @@ from smdistributed.modelparallel.torch.tensors.nested import fill, map_tensors, 
 from smdistributed.modelparallel.torch.trial.turns import is_code_of_others
 
 _OWN_PACKAGE = __name__.removesuffix("record.recorder")
-#: What brings an exchange to where it is noted.
-_SEEING_EXCHANGES = frozenset((__name__, distributed.__name__))
 
 
 class Recorder(TorchFunctionMode):
@@ -111,6 +106,7 @@ class Recorder(TorchFunctionMode):
         meter: counts what the run does.
         number_ways: gives each new way a number.
         companions: global ranks of those that have the same modules.
+        together: global ranks of those that have slices of the same modules, this one included.
     """
 
     def __init__(
@@ -122,6 +118,7 @@ class Recorder(TorchFunctionMode):
         meter: Meter,
         number_ways: Callable[[], int],
         companions: Collection[int] = (),
+        together: Collection[int] = (),
     ) -> None:
         super().__init__()
         state = RunState(bool(scene.open))
@@ -133,6 +130,7 @@ class Recorder(TorchFunctionMode):
         self._attributes = LeafAttributes(scene, state, self._deed_of)
         self._number_ways = number_ways
         self._companions = frozenset(companions)
+        self._together = frozenset(together)
         self._call_of_modules = nn.Module.__call__
         self._is_active = False
 
@@ -576,13 +574,13 @@ class Recorder(TorchFunctionMode):
                 and is not run with tensors.
         """
         state = self._state
-        # A module that ranks compute together exchanges tensors, where it runs for real.
-        has_slices = DistributedModule._group.size > 1
-        is_ours = has_slices and state.paused and is_called_by_library(_SEEING_EXCHANGES)
-        if is_ours or (state.paused and not state.runs_for_real):
+        if state.paused and not state.runs_for_real:
             return
+        ranks = get_process_group_ranks(group)
+        if state.paused and self._together.issuperset(ranks):
+            return  # a module that they compute together runs for real
         refused = functools.partial(exchanges_stand_ins, name)
-        if not self._companions.issuperset(get_process_group_ranks(group)):
+        if not self._companions.issuperset(ranks):
             raise refused(self._calls.where())
         self._only_inside(refused)
 

@@ -357,6 +357,7 @@ class Lockstep:
                 meter,
                 self._numbers.__next__,
                 runtime.topology.members(CommGroup.DP_GROUP, runtime.rank),
+                runtime.topology.members(CommGroup.TP_GROUP, runtime.rank),
             )
             with self._inside(recorder), recorder.on_fakes():
                 yield recorder
