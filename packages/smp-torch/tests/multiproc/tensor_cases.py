@@ -678,16 +678,12 @@ class Heads(nn.Module):
 
 
 class HeadsInOne(nn.Module):
-    """Has them in a module that decides by numbers, which a pipeline calls as one."""
+    """Has them in a module that is lighter than the rest, and so on one partition as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.heads = nn.Linear(WIDTH, WIDTH), Heads()
-        self.heads.forward = self._either  # type: ignore[method-assign]
-
-    def _either(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        heads = self.heads
-        return Heads.forward(heads, states if states.sum() < 1e9 else -states)
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        self.heads = Heads()
 
     def forward(self, states: torch.Tensor) -> Any:
         return self.heads(self.body(states))
