@@ -6,6 +6,8 @@ Long, since it is one list of cases.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.sharding.parameter import gradient_here
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
@@ -708,6 +710,35 @@ def different_gradients() -> None:
             train(model, torch.ones(4, 3, WIDTH), smp.tp_rank())
 
 
+def whole_updates() -> None:
+    """An optimizer that looks at whole parameters has them, of other partitions as well."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    module = copy.deepcopy(plain)
+    smp.set_tensor_parallelism(module, True)
+    model = smp.DistributedModel(module)
+    make = functools.partial(torch.optim.Adafactor, lr=0.05)
+    optimizer, other = smp.DistributedOptimizer(make(model.parameters())), make(plain.parameters())
+
+    @smp.step
+    def train(model: Any, states: torch.Tensor) -> torch.Tensor:
+        loss = model(states).square().mean()
+        model.backward(loss)
+        return loss
+
+    for _ in range(2):
+        states = torch.randn(4, WIDTH)  # the same on all ranks
+        optimizer.zero_grad(), other.zero_grad()
+        train(model, states)
+        plain(states).square().mean().backward()
+        optimizer.step(), other.step()
+    state = model.state_dict()
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(state[key], value)
+    with pytest.raises(UnsupportedError, match="cannot be loaded with 2 partitions"):
+        optimizer.load_state_dict(other.state_dict())
+
+
 BEHAVIOUR = {
     "replaced_linears": replaced_linears,
     "marks": marks,
@@ -722,9 +753,13 @@ BEHAVIOUR = {
 #: What concerns pipelines too.
 PIPELINED = {
     name: BEHAVIOUR[name] for name in ("clipping", "checkpointed", "delayed", "whole_states")
-} | {"different_ways": different_ways, "different_gradients": different_gradients}
+} | {
+    "different_ways": different_ways,
+    "different_gradients": different_gradients,
+    "whole_updates": whole_updates,
+}
 #: What is tried in a pipeline at each change; the rest has a test without one.
-QUICK = ("clipping", "different_ways", "different_gradients")
+QUICK = ("clipping", "different_ways", "different_gradients", "whole_updates")
 
 
 def dropout_losses() -> list[float]:

@@ -10,9 +10,12 @@ from typing import Any
 _OWN_PACKAGE = __name__.partition(".torch.")[0]
 #: Whose frames lie between a function of torch and the code that wants it.
 _BETWEEN = frozenset(("torch", "contextlib", "functools", "copy"))
-#: Lets an optimizer of the script update as its own code does; what is done to parameters in the
+#: Let an optimizer of the script update as its own code does; what is done to parameters in the
 #: name of this library is done while they are awake.
-_UPDATING = f"{_OWN_PACKAGE}.torch.optimizer.distributed"
+_UPDATING = (
+    f"{_OWN_PACKAGE}.torch.optimizer.distributed",
+    f"{_OWN_PACKAGE}.torch.optimizer.whole_update",
+)
 
 
 def calling_line() -> tuple[str, int]:
@@ -42,7 +45,7 @@ def is_called_by_library(mechanism: Collection[str], depth: int = 1) -> bool:
     frame: Any = sys._getframe(1 + depth)
     while frame is not None:
         module = str(frame.f_globals.get("__name__", ""))
-        is_between = module.partition(".")[0] in _BETWEEN or module == _UPDATING
+        is_between = module.partition(".")[0] in _BETWEEN or module in _UPDATING
         if module not in mechanism and not is_between:
             return module.startswith(_OWN_PACKAGE)
         frame = frame.f_back

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import CheckpointError, SMPError
+from smdistributed.modelparallel.common.errors import CheckpointError, SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
@@ -57,6 +57,7 @@ class NamedState:
         self._masters = masters
         self._models = models
         self._groups = groups
+        self._spans_partitions = is_whole and runtime.topology.pp_size > 1
         in_parts = () if is_whole else models
         prefixes = [f"{number}." if len(models) > 1 else "" for number in range(len(models))]
         holders = dict(zip(prefixes, (each.holder for each in in_parts), strict=False))
@@ -181,7 +182,15 @@ class NamedState:
         Raises:
             CheckpointError: a parameter of this rank is not in it, or some rank was given the
                 shards of another one.
+            UnsupportedError: updates go by what is kept of parameters of all partitions.
         """
+        if self._spans_partitions and state["state"]:
+            raise UnsupportedError(
+                f"the state of {type(self._optimizer).__name__} cannot be loaded with "
+                f"{self._runtime.topology.pp_size} partitions: it looks at whole parameters, and "
+                "each rank keeps something of those of all partitions, which the state of one has "
+                "not. Go on without it, or with an optimizer that works number by number (AdamW)."
+            )
         if self._masters is not None:
             self._masters.adopt()
         own = self._own_names()
