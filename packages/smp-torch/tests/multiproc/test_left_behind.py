@@ -608,6 +608,25 @@ def batches_that_steps_change() -> None:
     assert train(model, *apart, given[2]).reduce_mean().isfinite()
 
 
+def numbers_of_tied_parameters() -> None:
+    """A parameter with several names has one for all ranks, that of its first place."""
+    plain = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    plain[1].weight = plain[2].weight = plain[0].weight
+    model = smp.DistributedModel(copy.deepcopy(plain))
+
+    @smp.step
+    def train(model: Any, x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        model.backward(loss)
+        return loss
+
+    x = torch.randn(8, WIDTH)
+    train(model, x), plain(x).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert one.norm().item() == pytest.approx(other.norm().item())
+        assert one.grad.norm().item() == pytest.approx(other.grad.norm().item(), rel=1e-4)
+
+
 CASES: dict[str, tuple[str, Any]] = {
     "batches_that_steps_change": ("pp2", batches_that_steps_change),
     "shared_maps_stay_shared": ("tp2", shared_maps_stay_shared),
@@ -620,6 +639,7 @@ CASES: dict[str, tuple[str, Any]] = {
     "lists_of_split_modules": ("pp2", lists_of_split_modules),
     "stored_in_split_modules": ("pp2", stored_in_split_modules),
     "tied_in_a_pipeline": ("pp2", tied_in_a_pipeline),
+    "numbers_of_tied_parameters": ("pp2", numbers_of_tied_parameters),
     "tied_with_owners": ("oss2", tied_where_ranks_have_parts),
     "tied_in_shards": ("sdp2", tied_where_ranks_have_parts),
     "tied_in_slices": ("tp2", tied_where_ranks_have_parts),

@@ -319,7 +319,9 @@ class Holder:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
 
     def _origin(self, slot: Slot) -> Origin:
-        name, owner = self.fakes.slot_name(slot), self.placement.owner_of(slot)
+        # One name for a tied one, wherever it is come to.
+        name = self.fakes.slot_name(self.fakes.first_slot(slot))
+        owner = self.placement.owner_of(slot)
         digest = hash_of(str(self._number), name)
         return Origin(frozenset({name}), frozenset({owner}), digest)
 

@@ -99,6 +99,9 @@ class FakeModel:
                         made[id(tensor)] = _make_fake(tensor, mode, device)
                     self.slots[module, slot] = made[id(tensor)]
                     self._tensors[module, slot] = tensor
+        self._first_slots: dict[int, Slot] = {}
+        for place, fake in self.slots.items():
+            self._first_slots.setdefault(id(fake), place)
         #: How many attributes fakes have that no script has given them.
         self._num_own = [
             len(vars(fake)) - len(attributes_shown(fake)) for fake in self.slots.values()
@@ -245,6 +248,10 @@ class FakeModel:
     def draw_name(self, module: nn.Module) -> str:
         """Returns the name of a module in the keys of random numbers."""
         return f"{self._number}:{self.names[module]}"
+
+    def first_slot(self, slot: Slot) -> Slot:
+        """Returns the first of the slots that have a parameter or buffer, which may be tied."""
+        return self._first_slots[id(self.slots[slot])]
 
     def slot_name(self, slot: Slot) -> str:
         """Returns the dotted name of a parameter or buffer."""
