@@ -205,6 +205,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "at rest": (0, 120),
         "shown": (546, 570),
         "buffers": (0, 262),
+        "copies": (0, 140),
     },
     "placed": {"recomputed": (287, 720)},
     "sdp2": {"loops": (0, 80), "parameters": (12, 24), "roads": (0, 40), "at rest": (40, 120)},
