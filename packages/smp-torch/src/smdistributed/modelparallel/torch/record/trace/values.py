@@ -185,7 +185,11 @@ class Values:
             rewrites=entry.rewrites,
             shown=dict[Any, Any](entry.shown),
             kept=entry.kept,
-            reached={slot: slot[0] in self._scene.leaf_of for slot in entry.reached},
+            # In one order on all ranks, which compare what they refuse.
+            reached={
+                slot: slot[0] in self._scene.leaf_of
+                for slot in sorted(entry.reached, key=self._scene.slot_name)
+            },
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
             outside=tuple({spot: None for spot, is_lifted in entry.hooks if is_lifted}),
