@@ -37,6 +37,37 @@ def _averaged_by_data(run: Run) -> None:
         mean.data = 0.5 * mean.data + 0.5 * each.data
 
 
+def _zeroed_by_data(run: Run) -> None:
+    for mean, each in _pairs(run):
+        mean.data = torch.zeros(each.shape)
+
+
+def _shared(run: Run) -> None:
+    """Has the copy see the memory of the model."""
+    for mean, each in _pairs(run):
+        mean.data = each.data
+
+
+def _shared_once(run: Run) -> None:
+    """Leaves it at that, though the model trains on."""
+    if "is shared" not in run.kept:
+        run.kept["is shared"] = True
+        _shared(run)
+
+
+def _shared_with_others(run: Run) -> None:
+    """Has layers of the copy see the memory of one of the model that another partition may have."""
+    for each in run.kept["copy"].blocks:
+        each.linear.weight.data = run.net.first.weight.data
+
+
+def _scaled_by_all(run: Run) -> None:
+    """Computes with what all partitions have."""
+    largest = torch.stack([each.data.abs().max() for each in run.net.parameters()]).max()
+    for mean, each in _pairs(run):
+        mean.data = each.data / largest
+
+
 @torch.no_grad()
 def _pulled(run: Run) -> None:
     """Moves the model towards its copy."""
@@ -103,10 +134,21 @@ CHANGED: dict[str, Act] = {
     "as it is": lambda run: None,
     "averaged": _averaged,
     "averaged by data": _averaged_by_data,
+    "zeroed by data": _zeroed_by_data,
+    "shared": _shared,
+    "shared once": _shared_once,
+    "shared with others": _shared_with_others,
+    "scaled by all": _scaled_by_all,
     "the model pulled": _pulled,
     "the model crossed": _crossed,
     "loaded": _loaded,
 }
+#: These give tensors of a copy other data. Nobody is told of it where a copy has tensors of torch,
+#: made before the library knew the model: a rank that lacks the values refuses to read them.
+BY_DATA = (
+    *("averaged by data", "zeroed by data", "scaled by all"),
+    *("shared", "shared once", "shared with others"),
+)
 LOOKED: dict[str, Act] = {
     "told": _told,
     "called": _called,
@@ -136,5 +178,14 @@ COPIES = {
     for made, (number, when), changed, looked in itertools.product(
         MADE, enumerate(("before", "after")), CHANGED, LOOKED
     )
-    if (made, when) != ("of a state", "before")
+    if when != "before" or (made != "of a state" and changed not in BY_DATA)
+}
+# A kernel that updates many parameters leaves their versions as they are.
+COPIES |= {
+    f"updated by one kernel, {looked}": Loop(
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+        gradients=LOOKED[looked],
+        after=LOOKED[looked],
+    )
+    for looked in ("the model called", "the net called")
 }

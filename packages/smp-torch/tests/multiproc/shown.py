@@ -14,6 +14,7 @@ from uses import Use
 KEPT = {
     "buffer": ("self.register_buffer('kept', torch.ones(4))", "self.kept"),
     "attribute": ("self.kept = torch.ones(4)", "self.kept"),
+    "row": ("self.kept = torch.ones(2048, 4)", "self.kept[0]"),
     "item": ("self.kept = [torch.ones(4)]", "self.kept[0]"),
     "parameter": ("self.kept = nn.Parameter(torch.ones(4), requires_grad=False)", "self.kept"),
 }

@@ -58,7 +58,8 @@ def test_any_part_is_read_of_what_torch_wrote(tmp_path: Path) -> None:
     dcp.save({"model": {"weight": WHOLE}, "lr": 0.5}, checkpoint_id=tmp_path, no_dist=True)
     folder = DcpFolder(tmp_path)
     assert folder.tensors == {"model.weight": (6, 4)}
-    read = folder.read({"model.weight": OUTER}, ["lr"])
+    with torch.device("meta"):  # wherever the script makes its tensors
+        read = folder.read({"model.weight": OUTER}, ["lr"])
     assert torch.equal(read["model.weight"], torch.cat([WHOLE[:2], WHOLE[4:]]))
     assert read["lr"] == 0.5
 

@@ -52,7 +52,8 @@ def test_pieces_make_the_whole(slices: int, blocks: int) -> None:
     layout, files = layout_of(slices, blocks)
     again = Layout.parse(layout.text())
     assert again == layout
-    state = again.assemble(files)
+    with torch.device("meta"):  # wherever the script makes its tensors
+        state = again.assemble(files)
     assert torch.equal(state["w"], WEIGHT)
     assert state["_smp_is_partial"] is False
 

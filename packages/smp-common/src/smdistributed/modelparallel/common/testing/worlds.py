@@ -132,9 +132,13 @@ class Worlds:
             return self._running[key].ask(task, timeout)
         except BaseException:
             # Also an interruption: nobody knows what the ranks are doing now.
-            if key in self._running:
-                self._running.pop(key).kill()
+            self.drop(world)
             raise
+
+    def drop(self, world: World) -> None:
+        """Ends a world at once, whose ranks may not be at one: the next body starts another."""
+        if world.key in self._running:
+            self._running.pop(world.key).kill()
 
     def close(self) -> None:
         """Ends all worlds.

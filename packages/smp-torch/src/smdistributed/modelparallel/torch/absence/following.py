@@ -41,12 +41,13 @@ from smdistributed.modelparallel.torch.absence.owned import (
     track,
     wake,
 )
+from smdistributed.modelparallel.torch.absence.set_data import set_data
 from smdistributed.modelparallel.torch.absence.tensors import (
-    Absent,
     AbsentTensor,
     Keeper,
     absent_in,
     as_gradient,
+    become_absent,
     clear_gradient,
     gradient_of,
     make_present,
@@ -112,6 +113,10 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         return _give_data(*args)
     if func == _TENSOR.grad.__set__ and is_computed_for(*args):
         return _give_gradient(*args)
+    if func == _TENSOR.data.__set__ and not _is_own(*args):
+        found = absent_in((args, kwargs))
+        found[0].absent.keeper.check_use(_all_names(found), name_of(func))
+        return set_data(args[0], args[1], _origin(func, args, {}).digest)
     if func in (_TENSOR.data.__set__, _TENSOR.grad.__set__) and own is None:
         with awake(owned_in(args)):
             return func(*args)  # which the next step refuses
@@ -171,8 +176,6 @@ def _of_one(func: Any, own: AbsentTensor, args: Any) -> tuple[bool, Any]:
             fake = torch.empty(args[1].shape, dtype=args[1].dtype, device=about.fake.device)
         about.fake = fake.requires_grad_(own.requires_grad)
         own.data = vacant(fake, own.device)
-        if not about.source.is_own:
-            about.source = _UNKNOWN
         about.origin = replace(about.origin, digest=_origin(func, args, {}).digest)
         return True, None
     if func is _TENSOR.__deepcopy__:
@@ -190,13 +193,16 @@ def is_computed_for(parameter: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether ranks that compute it together can give a model's own tensor its data."""
     if not isinstance(data, AbsentTensor) or len(data.absent.origin.owners) < 2:
         return False
-    is_own = (
-        parameter.absent.source.is_own
-        if isinstance(parameter, AbsentTensor)
-        else data.absent.keeper.is_here(parameter)
-    )
     is_alike = parameter.shape == data.shape and parameter.dtype == data.dtype
-    return is_own and is_alike and not data.absent.source.is_own
+    return _is_own(parameter, data) and is_alike and not data.absent.source.is_own
+
+
+def _is_own(parameter: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether a tensor, which is given data, is a model's own; one of both is absent."""
+    if isinstance(parameter, AbsentTensor):
+        return parameter.absent.source.is_own
+    assert isinstance(data, AbsentTensor)
+    return data.absent.keeper.is_here(parameter)
 
 
 def _give_data(parameter: torch.Tensor, data: AbsentTensor) -> None:
@@ -459,7 +465,6 @@ def _write(
     tensor: torch.Tensor, fake: torch.Tensor, keeper: Keeper, origin: Origin, source: Source
 ) -> None:
     """Makes a tensor what it is after something absent was written to it."""
-    made: Any = tensor
     wake(tensor)
     if isinstance(tensor, AbsentTensor):
         about = tensor.absent
@@ -470,11 +475,6 @@ def _write(
         else:
             about.source, about.version, about.origin = source, version_of(fake), origin
         return
-    is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
     with keeper.fake_mode:
-        own = fake.detach().requires_grad_(requires_grad)
-    tensor.data = vacant(fake, tensor.device)
-    tensor.__class__ = AbsentTensor
-    if is_parameter:
-        made._is_param = True
-    made.absent = Absent(keeper, own, origin, source, version_of(own))
+        own = fake.detach()
+    become_absent(tensor, keeper, own, origin, source)

@@ -46,6 +46,7 @@ from smdistributed.modelparallel.torch.tensors.functions import (
     MAKING_LIKE,
     OF_OBJECTS,
 )
+from smdistributed.modelparallel.torch.tensors.written import WritesCounted
 
 _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad.__get__
@@ -132,6 +133,8 @@ def follow(func: Any, args: Any, kwargs: Any) -> Any:
         return iter(track(_TENSOR.unbind, args, kwargs))
     if func is _TENSOR.__deepcopy__:
         return _copied(args[0], args[1])
+    if func == _SET_DATA:
+        return _set_data(*args)
     return track(func, args, kwargs)
 
 
@@ -162,6 +165,23 @@ def track(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _set_data(tensor: Any, data: Any) -> None:
+    """Gives a tensor other data, as ranks that lack one of them do; see ``absence.set_data``."""
+    given = owned_in((tensor, data))
+    before: Owned | None = tensor.owned if is_owned(tensor) else None
+    origin = _origin(given, _SET_DATA, (tensor, data), {})
+    keeper: OwnerKeeper = given[0].owned.keeper
+    keeper.check_use(shortened(origin.names), name_of(_SET_DATA))
+    with awake(given):
+        _SET_DATA(tensor, data)
+    if before is not None and before.is_own:
+        tensor.owned = before.written(origin)
+        return
+    wake(tensor)
+    if is_owned(data):
+        own_up(tensor, Owned(keeper, replace(data.owned.origin, digest=origin.digest)))
+
+
 def _own_results(result: Any, arguments: Any, keeper: OwnerKeeper, origin: Origin) -> None:
     known = set(map(id, _tensors_of(arguments)))
     for place, each in enumerate(_tensors_of(result)):
@@ -187,7 +207,8 @@ def noting_writes(arguments: Any, keeper: OwnerKeeper, origin: Origin) -> Iterat
     """Inside, a call with owned tensors runs, by which those that it writes to are owned."""
     tensors = _tensors_of(arguments)
     versions = [version_of(each) for each in tensors]
-    yield
+    with WritesCounted():
+        yield
     noted: set[int] = set()
     for place, (each, version) in enumerate(zip(tensors, versions, strict=True)):
         if version_of(each) != version and id(each) not in noted:

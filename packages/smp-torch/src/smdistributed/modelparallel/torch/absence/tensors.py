@@ -216,14 +216,31 @@ def make_view_absent(view: torch.Tensor, of: torch.Tensor, place: Place) -> None
     about = of.absent
     with about.keeper.fake_mode, torch.no_grad():
         fake = about.fake.detach().as_strided(*place)
-    is_parameter = isinstance(view, nn.Parameter)
-    view.data = vacant(fake, view.device)
-    made: Any = view
+    origin = about.origin.at(str(place))
+    become_absent(view, about.keeper, fake, origin, Source(like=fake))
+
+
+def become_absent(
+    tensor: torch.Tensor, keeper: Keeper, fake: torch.Tensor, origin: Origin, source: Source
+) -> None:
+    """Takes the values of a tensor away; it stays the same object.
+
+    Args:
+        tensor: absent or not.
+        keeper: knows where values are.
+        fake: has its shape, type, device and versions, and requires a gradient where it does.
+        origin: which ranks have what it depends on.
+        source: of its values.
+    """
+    made: Any = tensor
+    is_parameter, requires_grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
+    fake.requires_grad_(requires_grad)
+    with past_subclass_functions():
+        tensor.data = vacant(fake, tensor.device)
     made.__class__ = AbsentTensor
     if is_parameter:
         made._is_param = True
-    origin = about.origin.at(str(place))
-    made.absent = Absent(about.keeper, fake, origin, Source(like=fake), version_of(fake))
+    made.absent = Absent(keeper, fake, origin, source, version_of(fake))
 
 
 def make_present(tensor: torch.Tensor, values: torch.Tensor) -> None:

@@ -126,7 +126,7 @@ def answer(question: Question, exchange: Exchange, own: int, device: torch.devic
         else:
             needs = [values[each] for each in _needs(same, everyones)]
             values[same] = _run(listed.sources[same[own]], needs)
-        if same[own] in listed.sources:
+            # What one rank has may see the memory of a parameter, which changes: not kept.
             listed.sources[same[own]].keep(values[same])
     return values[places[-1]]
 

@@ -28,6 +28,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     pytree,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.tensors.written import written_by
 
 #: Tensors up to this many elements are made at once: constructors read values from small ones.
 _SMALL = 1024
@@ -238,7 +239,7 @@ class DelayedParameters:
         state: torch.Tensor | None,
     ) -> None:
         """Writes an operation down."""
-        written = _written(function, args, kwargs)
+        written = written_by(function, args, kwargs)
         changed = [self.view(tensor).storage for tensor in written]
         # A view, whose writes count as those of its base, would keep that from changing identity.
         bases = [each._base if each._base is not None else each for each in written]
@@ -307,7 +308,7 @@ class _Delaying(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensors or not _makes_on_host(func, kwargs):
                 return func(*args, **kwargs)
             return self._create(func, args, kwargs)
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         if all(map(holds, written)):
             try:
                 result = func(*_on_meta(args), **_on_meta(kwargs))
@@ -376,16 +377,6 @@ def _on_meta(structure: Any) -> Any:
         lambda tensor: tensor if tensor.is_meta else torch.empty_like(tensor, device="meta"),
         structure,
     )
-
-
-def _written(function: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """Returns the arguments that an operation changes in place."""
-    found = []
-    for position, argument in enumerate(function._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += _tensors(value)
-    return found
 
 
 def _leading_to(storage: _Storage, end: int) -> list[_Write]:

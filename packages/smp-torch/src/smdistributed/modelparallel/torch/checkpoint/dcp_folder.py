@@ -275,7 +275,7 @@ class _PartsPlanner(LoadPlanner):
         self._targets: dict[MetadataIndex, torch.Tensor] = {}
 
     def want(self, key: str, stored: TensorStorageMetadata, part: Part) -> None:
-        held = torch.empty(part.sizes, dtype=stored.properties.dtype)
+        held = torch.empty(part.sizes, dtype=stored.properties.dtype, device="cpu")
         self.values[key] = held
         for there, here in part.places():
             chunk = _chunk(there)

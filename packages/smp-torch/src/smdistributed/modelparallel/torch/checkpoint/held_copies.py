@@ -48,7 +48,7 @@ class HeldCopy:
             stream = torch.cuda.current_stream(device)
             if device in roomy:
                 self._events[device] = stream.record_event()
-                self._piece = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=True)
+                self._piece = torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=True)
             else:
                 stream.synchronize()
         memo: dict[int, Any] = {id(each): copies[_memory_of(each)] for each in tensors}

@@ -108,7 +108,7 @@ class StoredTensor:
         if len(found) == 1 and found[0][0].num_elements == wanted.num_elements:
             return found[0][1]
         dtype = files[held[0].file][name].dtype if held else getattr(torch, self.dtype)
-        joined = torch.empty(wanted.sizes, dtype=dtype)
+        joined = torch.empty(wanted.sizes, dtype=dtype, device="cpu")
         everything = Rectangle.whole(wanted.sizes)
         for common, values, there, here in found:
             joined[here.within(everything)][common.within(there)] = values

@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.absence.tensors import hide_gradients
+from smdistributed.modelparallel.torch.absence.tensors import hide_gradients, is_vacant
 from smdistributed.modelparallel.torch.optimizer.early_state import cut_early_state
 from smdistributed.modelparallel.torch.optimizer.number_by_number import (
     check_number_by_number,
@@ -156,6 +156,14 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
+def count_update(optimizer: torch.optim.Optimizer) -> None:
+    """Has versions say that parameters have changed: kernels of many tensors leave them alone."""
+    held = (each for group in optimizer.param_groups for each in group["params"])
+    torch.autograd.graph.increment_version(
+        [each for each in held if not is_vacant(each) and not each.is_inference()]
+    )
+
+
 @contextlib.contextmanager
 def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
     """Inside, optimizers that nothing wraps are checked before their first step, on every rank.
@@ -197,9 +205,11 @@ def optimizers_checked(runtime: TorchRuntime) -> Iterator[None]:
             trained = runtime.models_trained_by(optimizer)
             awake.extend(model for model in trained if model.wake())
 
-    def rest(*_: object) -> None:
+    def rest(optimizer: Any, *_: object) -> None:
         while awake:
             awake.pop().rest()
+        if runtime.topology.pp_size > 1 and known.get(optimizer, (0, False, False))[1]:
+            count_update(optimizer)
 
     handles = [
         register_optimizer_step_pre_hook(check),

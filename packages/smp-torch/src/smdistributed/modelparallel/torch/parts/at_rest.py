@@ -61,6 +61,7 @@ from smdistributed.modelparallel.torch.tensors.functions import (
     OF_OBJECTS,
     SWITCHING_GRADIENTS,
 )
+from smdistributed.modelparallel.torch.tensors.written import WritesCounted
 
 _TENSOR: Any = torch.Tensor
 #: What concerns the object, and not its values.
@@ -362,7 +363,8 @@ class Shown:
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function with the whole tensors; returns what it does of those given."""
         try:
-            return self._call(func, args, kwargs)
+            with WritesCounted():
+                return self._call(func, args, kwargs)
         finally:
             for blocks, whole in [*self.wholes.items()]:
                 if operated_by(whole) is not None:  # another partition has what was written to it

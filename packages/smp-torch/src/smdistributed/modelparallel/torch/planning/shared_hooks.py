@@ -29,6 +29,7 @@ from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHook, Moment
 from smdistributed.modelparallel.torch.state.python_random import python_random_kept
 from smdistributed.modelparallel.torch.state.snapshot import Place, Snapshot
+from smdistributed.modelparallel.torch.tensors.written import written_by
 
 _FIX = (
     "Put hooks that belong together on parameters of one module, or the modules on one partition; "
@@ -251,13 +252,10 @@ class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, unless it writes to what was there before."""
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                memories = {storage_of(each) for each in _tensors(given)}
-                if not memories <= self._made.keys():
-                    self._refused |= memories
-                    raise UnsupportedError(f"{func} writes to what is there already")
+        memories = {storage_of(each) for each in written_by(func, args, kwargs)}
+        if not memories <= self._made.keys():
+            self._refused |= memories
+            raise UnsupportedError(f"{func} writes to what is there already")
         result = func(*args, **kwargs)
         given = {storage_of(each) for each in _tensors((args, kwargs))}
         self.allow(each for each in _tensors(result) if storage_of(each) not in given)

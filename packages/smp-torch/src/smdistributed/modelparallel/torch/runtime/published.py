@@ -126,7 +126,7 @@ class Published:
             data += self._store.get(f"{key}/{number}")
         dtype = getattr(torch, form["dtype"].removeprefix("torch."))
         if not math.prod(form["shape"]):
-            return torch.empty(form["shape"], dtype=dtype)
+            return torch.empty(form["shape"], dtype=dtype, device="cpu")
         return torch.frombuffer(data, dtype=dtype).view(form["shape"])
 
     def _set(self, key: str, value: Any) -> None:

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.record.ir import NodeKind, changed_attrib
 from smdistributed.modelparallel.torch.record.questions.ahead import depends_on_values
 from smdistributed.modelparallel.torch.state import holders
 from smdistributed.modelparallel.torch.state.snapshot import Difference, Snapshot
+from smdistributed.modelparallel.torch.tensors.written import WritesCounted
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 #: A table of parameters or buffers, and a name in it.
@@ -58,10 +59,10 @@ class StateAhead:
                 for name in names
                 if (tensor := module._buffers.get(name, module._parameters.get(name))) is not None
             }
-            with (
-                self._tensors_found(nodes, written),
-                self._others_kept(Snapshot(keeping, moved=written), where),
-            ):
+            with self._tensors_found(nodes, written), contextlib.ExitStack() as stack:
+                if keeping:
+                    snapshot = Snapshot(keeping, moved=written)
+                    stack.enter_context(self._others_kept(snapshot, where))
                 yield written
 
     @contextlib.contextmanager
@@ -100,7 +101,8 @@ class StateAhead:
     def _others_kept(self, before: Snapshot, where: str) -> Iterator[None]:
         """Keeps what has changed then since a snapshot, and puts it back."""
         try:
-            yield
+            with WritesCounted():
+                yield
         finally:
             before.note_changes()
             for holder, _ in reversed(before.noted):

@@ -12,6 +12,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     pytree,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.tensors.written import written_by
 
 
 class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -38,11 +39,7 @@ class Trial(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with past_recording(), torch.no_grad():
                 like: Any = pytree.tree_map(_ones, (args, kwargs))
                 func(*like[0], **like[1])
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[place] if place < len(args) else kwargs.get(argument.name)
-                leaves = pytree.tree_leaves(given)
-                self._written.update(storage_of(each) for each in leaves if torch.is_tensor(each))
+        self._written.update(map(storage_of, written_by(func, args, kwargs)))
         return func(*args, **kwargs)
 
 

@@ -107,7 +107,9 @@ class PassTrial:
         """
         before = self._snapshot()
         try:
-            self.in_turn = self._why(before, keeps_state=keeps_state, runs_code=runs_code)
+            # Recurrent layers of cuDNN's have no backward pass for fakes.
+            with torch.backends.cudnn.flags(enabled=False):
+                self.in_turn = self._why(before, keeps_state=keeps_state, runs_code=runs_code)
         except Exception as error:
             # What it does forward has been recorded; a backward pass may not be made for fakes.
             self.in_turn = f"its passes cannot be tried out ({type(error).__name__}: {error})"

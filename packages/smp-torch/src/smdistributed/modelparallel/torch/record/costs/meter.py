@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.record.costs.lifetimes import Lifetimes
 from smdistributed.modelparallel.torch.record.costs.work import Operations, Work, makes_tensors
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.tensors.writes import note_view, note_writes
+from smdistributed.modelparallel.torch.tensors.written import written_by
 
 #: Activations meet each other in batched products and in attention.
 OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
@@ -211,7 +212,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
-            written = list(_written(func, args, kwargs))
+            written = written_by(func, args, kwargs)
             note_writes(written)
             if any(not isinstance(each, FakeTensor) for each in written):
                 self.writes += 1
@@ -251,16 +252,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake = self._mode.from_tensor(tensor)
         note_view(fake, tensor)
         return fake
-
-
-def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that an operation may change in place."""
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[position] if position < len(args) else kwargs.get(argument.name)
-            for each in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(each, torch.Tensor):
-                    yield each
 
 
 @functools.cache
