@@ -48,6 +48,9 @@ from world import PRELOAD, compute_here, run, without_fork
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.testing import World, Worlds
+from smdistributed.modelparallel.torch.record.trace import constants
+from smdistributed.modelparallel.torch.state import holders
+from smdistributed.modelparallel.torch.tensors import writes as tensor_writes
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
@@ -88,6 +91,10 @@ def start(config: dict[str, object], name: str) -> None:
         capture_every_step()
     if name == "compiled":
         every_step(compile={"backend": "aot_eager"})
+    if name == "large":
+        for table in (holders, tensor_writes):
+            table.SMALL = 0
+        constants._SMALL = 0
     if name == "tp2-auto":
         examples = torch.zeros(loops.EXAMPLES // MICROBATCHES, loops.WIDTH)
         loops.MARKS.update(auto=True, sample_inputs={"x": examples})
@@ -107,6 +114,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     # Passes are captured as CUDA graphs, or as what stands for them; messages are laid down.
     "graphs": {"pipeline_parallel_degree": 2},
     "one-graphs": {"pipeline_parallel_degree": 1},
+    # Tensors count as large: what is in them is neither compared nor copied, as on GPUs.
+    "large": {"pipeline_parallel_degree": 2},
     # What lies between modules is compiled.
     "compiled": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
     # Every rank has a block of each parameter, and all have the same batch.
@@ -179,7 +188,12 @@ IN_PARTS = {"sdp2": IN_SHARDS, **dict.fromkeys(("tp2", "tp2-auto"), ("at rest",)
 #: Beside a pipeline slices are copied, called between steps and asked about, too.
 IN_BOTH = {"pp2-tp2": ("at rest", "copies", "asked")}
 #: The worlds in which some populations alone are tried.
-IN_SOME = {**IN_PARTS, **IN_BOTH, "placed": ("recomputed", "reached")}
+IN_SOME = {
+    **IN_PARTS,
+    **IN_BOTH,
+    "placed": ("recomputed", "reached"),
+    "large": ("state", "uses", "writes", "order", "asked", "shown", "buffers", "reached"),
+}
 #: Where ranks have partitions, whose values the others read between two steps.
 IN_PIPELINES = ("pp2", "v")
 #: World -> population -> the first script that every run tries, and every how many the next. Those
@@ -236,6 +250,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
     },
     "one-graphs": {"state": (4, 192), "loops": (4, 40), "order": (4, 480), "around": (9, 12)},
     "compiled": {"uses": (3, 80)},
+    "large": {"shown": (96, 720)},
 }
 PARTS = [
     (world, kind, part)
