@@ -116,7 +116,7 @@ def _answer(func: Any, args: Any, kwargs: Any) -> Any:
     if func == _TENSOR.data.__set__ and not _is_own(*args):
         found = absent_in((args, kwargs))
         found[0].absent.keeper.check_use(_all_names(found), name_of(func))
-        return set_data(args[0], args[1], _origin(func, args, {}).digest)
+        return set_data(args[0], args[1], _origin(func, args, {}))
     if func in (_TENSOR.data.__set__, _TENSOR.grad.__set__) and own is None:
         with awake(owned_in(args)):
             return func(*args)  # which the next step refuses

@@ -168,18 +168,22 @@ def track(func: Any, args: Any, kwargs: Any) -> Any:
 def _set_data(tensor: Any, data: Any) -> None:
     """Gives a tensor other data, as ranks that lack one of them do; see ``absence.set_data``."""
     given = owned_in((tensor, data))
-    before: Owned | None = tensor.owned if is_owned(tensor) else None
-    origin = _origin(given, _SET_DATA, (tensor, data), {})
-    keeper: OwnerKeeper = given[0].owned.keeper
-    keeper.check_use(shortened(origin.names), name_of(_SET_DATA))
+    about = with_data(tensor, data)
+    about.keeper.check_use(shortened(about.origin.names), name_of(_SET_DATA))
     with awake(given):
         _SET_DATA(tensor, data)
-    if before is not None and before.is_own:
-        tensor.owned = before.written(origin)
-        return
     wake(tensor)
-    if is_owned(data):
-        own_up(tensor, Owned(keeper, replace(data.owned.origin, digest=origin.digest)))
+    own_up(tensor, about)
+
+
+def with_data(tensor: Any, data: Any) -> Owned:
+    """Returns what is known of a tensor that is given other data, where one of both is owned."""
+    given = owned_in((tensor, data))
+    origin = _origin(given, _SET_DATA, (tensor, data), {})
+    about: Owned = given[0].owned
+    if is_owned(tensor) and (about.is_own or not is_owned(data)):
+        return about.written(origin)
+    return Owned(about.keeper, replace(data.owned.origin, digest=origin.digest))
 
 
 def _own_results(result: Any, arguments: Any, keeper: OwnerKeeper, origin: Origin) -> None:

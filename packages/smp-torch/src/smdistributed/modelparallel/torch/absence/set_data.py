@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.torch.absence.notes import Source
+from smdistributed.modelparallel.torch.absence.notes import Origin, Source
 from smdistributed.modelparallel.torch.absence.owned import Owned, is_owned, own_up, wake
 from smdistributed.modelparallel.torch.absence.tensors import (
     AbsentTensor,
@@ -16,27 +16,35 @@ from smdistributed.modelparallel.torch.absence.tensors import (
 )
 
 
-def set_data(tensor: torch.Tensor, data: Any, digest: str) -> None:
+def set_data(tensor: torch.Tensor, data: Any, origin: Origin) -> None:
     """Gives a tensor other data, of which one is not here.
 
     Args:
         tensor: no model's own, and no gradient.
         data: it gets the memory of this.
-        digest: of the call.
+        origin: of the call.
     """
     if isinstance(data, AbsentTensor):
         about = data.absent
         source = Source() if about.source.is_own else about.source_now
-        wake(tensor)
         with about.keeper.fake_mode:
             # It has the versions of the data, whose memory it shares.
             fake = about.fake.detach()
-        become_absent(tensor, about.keeper, fake, replace(about.origin, digest=digest), source)
+        wake(tensor)
+        known = replace(about.origin, digest=origin.digest)
+        become_absent(tensor, about.keeper, fake, known, source)
+        return
+    assert isinstance(tensor, AbsentTensor)
+    if not is_owned(data):  # the rank that has the tensor has it as before
+        about = tensor.absent
+        with about.keeper.fake_mode:
+            fake = torch.empty(data.shape, dtype=data.dtype, device=about.fake.device)
+        become_absent(tensor, about.keeper, fake, origin, Source())
         return
     own: Any = data
-    known: Owned | None = own.owned if is_owned(data) else None
+    known_of_data: Owned = own.owned
     wake(data)
     make_present(tensor, data)
-    if known is not None:
-        own_up(data, known)
-        own_up(tensor, replace(known, origin=replace(known.origin, digest=digest), is_own=False))
+    own_up(data, known_of_data)
+    made = replace(known_of_data.origin, digest=origin.digest)
+    own_up(tensor, replace(known_of_data, origin=made, is_own=False))

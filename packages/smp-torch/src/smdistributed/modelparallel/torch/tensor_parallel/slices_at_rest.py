@@ -26,7 +26,13 @@ from smdistributed.modelparallel.torch.absence.following import (
     note_given,
 )
 from smdistributed.modelparallel.torch.absence.notes import REMEDY
-from smdistributed.modelparallel.torch.absence.owned import gradient_of, of_copy, own_up
+from smdistributed.modelparallel.torch.absence.owned import (
+    gradient_of,
+    is_owned,
+    of_copy,
+    own_up,
+    with_data,
+)
 from smdistributed.modelparallel.torch.absence.tensors import is_vacant
 from smdistributed.modelparallel.torch.compat.calling_line import is_called_by_library
 from smdistributed.modelparallel.torch.compat.private import below
@@ -358,6 +364,7 @@ def _take_data(own: Any, tensor: Any) -> None:
             f"from it. {REMEDY}"
         )
     former.home.agree(former)
+    about = with_data(own, tensor) if is_owned(own) else None
     with as_they_are():
         form = former.values.new_empty(0, dtype=tensor.dtype, device=tensor.device)
         is_alike = (form.dtype, form.device) == (former.values.dtype, former.values.device)
@@ -370,6 +377,8 @@ def _take_data(own: Any, tensor: Any) -> None:
             kept.copy_(blocks.values)
             blocks.values = kept
             own.lying = Lying.all_of(blocks)
+    if about is not None:
+        own.owned = about
 
 
 def _is_held(own: Any) -> bool:

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
 from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
-from smdistributed.modelparallel.torch.tensors.writes import note_writes
+from smdistributed.modelparallel.torch.tensors.writes import note_writes, writes_of
 
 _SEED = 0
 
@@ -186,7 +186,7 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
                         tensor = nn.Parameter(tensor.detach(), fake.requires_grad)
                     made[id(fake)] = tensor
                     # The very one that the module has: it may be given other memory.
-                    written.append((fake, tensor, _copy_of(tensor)))
+                    written.append((fake, tensor, _copy_of(tensor), writes_of(tensor)))
                 replaced.append((tensors, name, fake))
                 tensors[name] = made[id(fake)]  # type: ignore[assignment]
     try:
@@ -194,7 +194,12 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
     finally:
         for tensors, name, fake in replaced:
             tensors[name] = fake  # type: ignore[assignment]
-        note_writes(fake for fake, tensor, copy in written if not _is_equal(tensor, copy))
+        note_writes(
+            fake
+            for fake, tensor, copy, before in written
+            # NumPy may have been given a copy of a large one.
+            if writes_of(tensor) != before or not _is_equal(tensor, copy)
+        )
 
 
 @contextlib.contextmanager
