@@ -413,7 +413,7 @@ class Recorder(TorchFunctionMode):
                 if entry.is_of_hook:
                     check_not_overwritten(entry, overwritten(inside[position:]))
             self._attributes.refuse_own([span.entry], span.set_outside)
-            self._leaves.note_borrowed(span, opened.log)
+            self._leaves.reaching.note_leaf(span, opened.log)
             self._attributes.refuse_switch([span.entry] if span.entry.checkpoints else ())
             self._attributes.refuse_difference([span.entry], span.snapshot, own)
         for span in opened.spans:

@@ -5,31 +5,25 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, attributes_of
-from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.compat.private.modes import attributes_of
 from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
     ActivationGradients,
 )
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import has_gradient_hooks
 from smdistributed.modelparallel.torch.record.calls.outside import OutsideHooks
+from smdistributed.modelparallel.torch.record.calls.reaching import Reaching
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
-from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
-from smdistributed.modelparallel.torch.record.leaves.lending import (
-    Done,
-    in_place,
-    lent_to,
-    tensors_left,
-)
+from smdistributed.modelparallel.torch.record.leaves.lending import in_place
 from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns, Watch, depends_on_others
 from smdistributed.modelparallel.torch.record.leaves.spans import (
     Span,
@@ -72,9 +66,6 @@ from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied
 from smdistributed.modelparallel.torch.trial.passes import PassTrial
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
-#: Where modules have their parameters and buffers.
-_SLOTS = ("_parameters", "_buffers")
-
 
 class LeafCalls:
     """Stands in for the calls of a model's modules.
@@ -109,6 +100,8 @@ class LeafCalls:
         self._scene = context.scene
         self._state = context.state
         self._calls = context.calls
+        #: Knows what modules use that they are not given.
+        self.reaching = Reaching(context, now)
 
     def call(
         self,
@@ -247,10 +240,8 @@ class LeafCalls:
                 entry.inner, entry.hooked = run.inner, run.hooked
                 entry.hook_calls = run.hook_calls
                 entry.checkpoints = run.done.has_regions
-                entry.borrowed = self._borrowed(entry, run.borrowed)
-                self._tell_reached(entry, run.borrowed, run.done.written)
-                self._lend(entry, run.done)
-                self._complete(entry, result, run.changes, handed, _slots_set(run.changes))
+                self.reaching.note_run(entry, run)
+                self._complete(entry, result, run.changes, handed)
             if (left := _left_behind(entry, given)) is not None:
                 raise left
             if alike is not None and alike != run.lines:
@@ -300,16 +291,10 @@ class LeafCalls:
         result: Any,
         changes: Sequence[Change],
         handed: Mapping[Carried, Contents],
-        slots_set: Mapping[int, frozenset[Slot]],
     ) -> None:
         """Completes the entry of a leaf's call, after the call."""
         self._now.keep_result(entry, result)
-        for path, tensor in entry.outputs:
-            slots = self._slots_in(tensor, slots_set)
-            if slots or id(tensor) in self._now.stood_in:
-                entry.shown[path] = slots
-        left = _memory_in(changes)
-        entry.kept = frozenset(path for path, each in entry.outputs if _lies_in(each, left))
+        self.reaching.tell_shown(entry, changes)
         entry.effects = [
             (carried, contents.effects())
             for carried, contents in handed.items()
@@ -346,114 +331,6 @@ class LeafCalls:
         fake = self._make_copy(tensor)
         self._now.stood_in[id(fake)] = fake
         return fake
-
-    def _borrowed(
-        self, entry: Entry, read: Iterable[torch.Tensor], made: Collection[int] = ()
-    ) -> list[torch.Tensor]:
-        """Returns what a leaf has read that it is not given, and that no parameter or buffer is.
-
-        Args:
-            entry: of its call.
-            read: what it has read.
-            made: identities of what it has made itself.
-        """
-        if entry.held:
-            return []  # by way of objects with state, which are looked after
-        given = set(map(id, _tensors_given(entry)))
-        known = given.union(made, self._scene.slots)
-        return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
-
-    def _note_reached(self, span: Span, inner: Iterable[Span]) -> None:
-        """Notes which parameters and buffers of others a module uses that may become a leaf.
-
-        Args:
-            span: its call.
-            inner: the calls in it.
-        """
-        now, entry = self._now, span.entry
-        assert now.new is not None
-        below = [each for each in inner if each.parent is span]
-        own = set(range(span.start, span.end)).difference(*(range(e.start, e.end) for e in below))
-        calls = [each for each in map(now.new.__getitem__, sorted(own)) if not each.is_of_hook]
-        read = [tensor for each in calls for tensor in _tensors_given(each)]
-        self._tell_reached(entry, read, [tensor for each in calls for tensor in each.changed])
-        entry.checkpoints = _have_regions([*calls, *(each.entry for each in below)], entry)
-        if entry.reached:
-            profile = self._calls.profile
-            found = profile.reached.get(span.module, frozenset())
-            profile.reached[span.module] = found | entry.reached
-        inside = set(entry.modules)
-        for each in below:
-            entry.checkpoints |= each.entry.checkpoints
-            entry.reached |= {slot for slot in each.entry.reached if slot[0] not in inside}
-            for module, names in each.entry.stateful.items():
-                if module not in inside:
-                    entry.stateful.setdefault(module, set()).update(names)
-
-    def _slots_in(
-        self, tensor: torch.Tensor, slots_set: Mapping[int, frozenset[Slot]]
-    ) -> frozenset[Slot]:
-        """Returns the parameters and buffers in whose memory a tensor lies, or has been put."""
-        if tensor.layout is not torch.strided:
-            return frozenset()
-        return self._scene.slots_in(tensor) | slots_set.get(storage_of(tensor), frozenset())
-
-    def _tell_reached(
-        self, entry: Entry, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
-    ) -> None:
-        """Notes in an entry which parameters and buffers of others a leaf uses, and is not given.
-
-        Args:
-            entry: of its call.
-            read: what it has read.
-            written: what it has written to.
-        """
-        inside = set(entry.modules)
-        given = {slot for each in _tensors_given(entry) for slot in self._scene.slots_in(each)}
-
-        def of_others(tensors: Iterable[torch.Tensor]) -> set[Slot]:
-            found = [self._slots_in(each, self._now.slots_set) for each in tensors]
-            others = [slots for slots in found if inside.isdisjoint(dict(slots))]
-            return set[Slot]().union(*others) - given
-
-        changed = of_others(written)
-        for module, name in changed:
-            entry.stateful.setdefault(module, set()).add(name)
-        entry.reached = frozenset(changed | of_others(read))
-
-    def _lend(self, entry: Entry, done: Done, *, pins: bool = True) -> None:
-        """Lends a leaf what it has read and is not given, and says so to its other calls.
-
-        Args:
-            entry: of its call.
-            done: what it did.
-            pins: what other calls find is known here.
-        """
-        spots = self._scene.lent.get(entry.target, {})
-        entry.lent = lent_to(entry, entry.borrowed, spots if pins else (), done)
-        if entry.lent:
-            known = self._scene.lent.setdefault(entry.target, {})
-            known.update((spot, None) for spot, _ in entry.lent)
-
-    def note_borrowed(self, span: Span, log: Sequence[Entry]) -> None:
-        """Finds out what a module that has turned out to be a leaf has read that it is not given.
-
-        Args:
-            span: its call.
-            log: the entries of the microbatch.
-        """
-        inside = [each for each in log[span.start : span.end] if not each.is_of_hook]
-        made = {id(tensor) for entry in inside for _, tensor in entry.outputs}
-        read = [each for entry in inside for each in _tensors_given(entry)]
-        before = {id(tensor) for entry in log[: span.start] for _, tensor in entry.outputs}
-        before.update(map(id, self._now.trace.inputs))
-        left = tensors_left(span.entry.result, span.entry.changes)
-        read += [each for each in left if id(each) in before]
-        span.entry.borrowed = self._borrowed(span.entry, read, made)
-        written = [tensor for entry in inside for tensor in entry.changed]
-        has_regions = _have_regions(inside, span.entry)
-        done = Done(span.snapshot, span.entry.changes, span.entry.left, written, has_regions)
-        self._lend(span.entry, done, pins=False)
 
     # Modules that may turn out to be leaves
 
@@ -505,9 +382,8 @@ class LeafCalls:
             entry.inner = inner_tensors(span, now.spans[first:], self._scene.names)
             for tap, tensor in made_by_calls(now.new[span.start : span.end], entry.region):
                 entry.inner.setdefault(id(tensor), (tap, tensor))
-            now.slots_set.update(_slots_set(changes))
-            self._note_reached(span, now.spans[first:])
-            self._complete(entry, result, changes, handed, now.slots_set)
+            self.reaching.note_call(span, now.spans[first:], changes)
+            self._complete(entry, result, changes, handed)
             span.left_behind = _left_behind(entry, items)
             entry.hooked = hooked_calls([span, *now.spans[first:]])
         return result
@@ -682,15 +558,6 @@ class LeafCalls:
 _Items = list[tuple[list[Any] | dict[Any, Any], list[Any]]]
 
 
-def _have_regions(inside: Iterable[Entry], entry: Entry) -> bool:
-    """Returns whether calls in that of a module are checkpointed by themselves."""
-    return any(each.region not in (None, entry.region) for each in inside)
-
-
-def _tensors_given(entry: Entry) -> Iterator[torch.Tensor]:
-    return placeholders((entry.args, entry.kwargs), torch.Tensor)
-
-
 def _items_given(args: Any, kwargs: Any) -> _Items:
     """Returns the lists and dicts that a module is given; with ``**`` it gets a dict of its own."""
     inside = containers_in((tuple(args), tuple(kwargs.values())))
@@ -721,29 +588,3 @@ def _left_behind(entry: Entry, given: _Items) -> UnsupportedError | None:
                 "the tensor."
             )
     return None
-
-
-def _slots_set(changes: Iterable[Change]) -> dict[int, frozenset[Slot]]:
-    """Returns the memory of tensors that a leaf has made its parameters or buffers, with these."""
-    found: dict[int, frozenset[Slot]] = {}
-    for change in changes:
-        if change.owner and change.owner.attribute in _SLOTS:
-            module, attribute = change.owner
-            slots = frozenset((module, name) for name in getattr(module, attribute))
-            for memory in _memory_in([change]):
-                found[memory] = found.get(memory, frozenset()) | slots
-    return found
-
-
-def _memory_in(changes: Iterable[Change]) -> set[int]:
-    """Returns the memory of tensors that a leaf has put somewhere, such as attributes."""
-    return {
-        storage_of(tensor)
-        for change in changes
-        for tensor in tensors_in(change.now)
-        if tensor.layout is torch.strided
-    }
-
-
-def _lies_in(tensor: torch.Tensor, memory: Collection[int]) -> bool:
-    return tensor.layout is torch.strided and storage_of(tensor) in memory
