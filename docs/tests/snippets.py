@@ -168,7 +168,7 @@ def run_commands(block: Block, folder: Path, where: str, preload: Sequence[str])
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=100,
+            timeout=240,
             check=False,
         )
         printed += done.stdout
