@@ -587,9 +587,15 @@ def _trained(loop: Loop, run: Run, step: Callable[..., list[list[float]]]) -> Ru
     return run
 
 
+#: Whether layers share a weight, which several partitions use.
+TIES = [False]
+
+
 def _net(loop: Loop) -> Net:
     torch.manual_seed(1)
     net = Net()
+    if TIES[0]:
+        net.blocks[-1].linear.weight = net.blocks[0].linear.weight
     loop.prepare(net)
     return net
 

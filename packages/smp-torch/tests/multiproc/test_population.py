@@ -91,6 +91,8 @@ def start(config: dict[str, object], name: str) -> None:
         capture_every_step()
     if name == "compiled":
         every_step(compile={"backend": "aot_eager"})
+    if name == "tied":
+        loops.TIES[:] = [True]
     if name == "large":
         for table in (holders, tensor_writes):
             table.SMALL = 0
@@ -114,6 +116,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     # Passes are captured as CUDA graphs, or as what stands for them; messages are laid down.
     "graphs": {"pipeline_parallel_degree": 2},
     "one-graphs": {"pipeline_parallel_degree": 1},
+    # Layers share a weight, which several partitions use.
+    "tied": {"pipeline_parallel_degree": 2},
     # Tensors count as large: what is in them is neither compared nor copied, as on GPUs.
     "large": {"pipeline_parallel_degree": 2},
     # What lies between modules is compiled.
@@ -192,6 +196,7 @@ IN_SOME = {
     **IN_PARTS,
     **IN_BOTH,
     "placed": ("recomputed", "reached"),
+    "tied": ("loops", "parameters", "at rest", "copies"),
     "large": ("state", "uses", "writes", "order", "asked", "shown", "buffers", "reached"),
 }
 #: Where ranks have partitions, whose values the others read between two steps.
@@ -250,6 +255,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
     },
     "one-graphs": {"state": (4, 192), "loops": (4, 40), "order": (4, 480), "around": (9, 12)},
     "compiled": {"uses": (3, 80)},
+    "tied": {"at rest": (3, 190)},
     "large": {"shown": (96, 720)},
 }
 PARTS = [
