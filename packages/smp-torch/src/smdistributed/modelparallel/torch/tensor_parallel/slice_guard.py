@@ -214,13 +214,11 @@ def using_own_slices(
 
     @functools.wraps(forward)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if (
-            not _running and torch.compiler.is_compiling()
-        ):  # a captured pass, which has slices as they are
+        if _running:
+            return _running[-1].call(forward, self, args, kwargs)
+        if torch.compiler.is_compiling():  # of a captured pass, which has slices as they are
             return forward(self, *args, **kwargs)
-        if not _running:
-            return between_steps(forward, self, args, kwargs)
-        return _running[-1].call(forward, self, args, kwargs)
+        return between_steps(forward, self, args, kwargs)
 
     return call
 
