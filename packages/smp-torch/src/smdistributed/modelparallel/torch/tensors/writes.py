@@ -9,7 +9,7 @@ import collections
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -50,23 +50,32 @@ def writes_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     return version_of(tensor), memory, _written[memory]
 
 
-@contextlib.contextmanager
-def large_arrays_copied() -> Iterator[None]:
+def large_arrays_copied() -> contextlib.AbstractContextManager[None]:
     """Inside, NumPy gets copies of large tensors, which count as written: nobody sees if they are.
 
     For a run that must leave no trace.
     """
+    return _large_arrays(lambda tensor: tensor.clone())
+
+
+def large_arrays_counted() -> contextlib.AbstractContextManager[None]:
+    """Inside, large tensors that NumPy gets count as written, since nobody sees if they are."""
+    return _large_arrays(lambda tensor: tensor)
+
+
+@contextlib.contextmanager
+def _large_arrays(given: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     numpy = torch.Tensor.numpy
 
     @functools.wraps(numpy)
-    def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, FakeTensor) or tensor.numel() <= SMALL:
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, FakeTensor) or not _sees_large(tensor):
             return numpy(tensor, *args, **kwargs)
         note_writes([tensor])
         with past_recording():
-            return numpy(tensor.clone(), *args, **kwargs)
+            return numpy(given(tensor), *args, **kwargs)
 
-    torch.Tensor.numpy = copied  # type: ignore[method-assign, assignment]
+    torch.Tensor.numpy = counted  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -76,12 +85,19 @@ def large_arrays_copied() -> Iterator[None]:
 @contextlib.contextmanager
 def arrays_as_they_are() -> Iterator[None]:
     """Inside such a run, lets NumPy see tensors again: for code that is no part of it."""
-    copied = torch.Tensor.numpy
-    torch.Tensor.numpy = inspect.unwrap(copied)  # type: ignore[method-assign]
+    counted = torch.Tensor.numpy
+    torch.Tensor.numpy = inspect.unwrap(counted)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        torch.Tensor.numpy = copied  # type: ignore[method-assign]
+        torch.Tensor.numpy = counted  # type: ignore[method-assign]
+
+
+def _sees_large(tensor: torch.Tensor) -> bool:
+    """Whether a tensor, which may be a small part, lies in more memory than is compared."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() > SMALL
+    return tensor.untyped_storage().nbytes() > SMALL * tensor.itemsize
 
 
 def _memory_of(tensor: torch.Tensor) -> int:
