@@ -1,7 +1,6 @@
 import torch
 
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.tensors.writes import writes_of
 from smdistributed.modelparallel.torch.tensors.written import WritesCounted, written_by
 
 
@@ -34,15 +33,6 @@ def test_writes_that_versions_count_are_counted_once() -> None:
     with WritesCounted():
         written.add_(read)
     assert (version_of(written), version_of(read)) == (1, 0)
-
-
-def test_writes_by_data_are_counted_by_memory() -> None:
-    tensor = torch.ones(2)
-    before = writes_of(tensor)
-    with WritesCounted():
-        tensor.data.add_(1)
-    assert version_of(tensor) == 0
-    assert writes_of(tensor) != before
 
 
 def test_what_an_operation_writes_to_is_said_by_its_schema() -> None:

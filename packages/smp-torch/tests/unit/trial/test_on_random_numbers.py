@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from smdistributed.modelparallel.torch.tensors.contents import is_equal
 from smdistributed.modelparallel.torch.tensors.writes import writes_of
 from smdistributed.modelparallel.torch.trial.on_random_numbers import (
-    _is_equal,
     run_on_random_numbers,
 )
 
@@ -33,7 +33,7 @@ NAN, INF = float("nan"), float("inf")
 def test_numbers_are_compared_and_what_is_none(
     one: list[float], other: list[float], equal: bool
 ) -> None:
-    assert _is_equal(torch.tensor(one), torch.tensor(other)) is equal
+    assert is_equal(torch.tensor(one), torch.tensor(other)) is equal
 
 
 class Counting(nn.Module):

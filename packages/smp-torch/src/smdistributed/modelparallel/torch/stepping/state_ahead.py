@@ -20,8 +20,7 @@ from smdistributed.modelparallel.torch.record.ir import NodeKind, changed_attrib
 from smdistributed.modelparallel.torch.record.questions.ahead import depends_on_values
 from smdistributed.modelparallel.torch.state import holders
 from smdistributed.modelparallel.torch.state.snapshot import Difference, Snapshot
-from smdistributed.modelparallel.torch.tensors.writes import large_arrays_counted
-from smdistributed.modelparallel.torch.tensors.written import WritesCounted
+from smdistributed.modelparallel.torch.tensors.contents import contents_kept
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 #: A table of parameters or buffers, and a name in it.
@@ -102,7 +101,8 @@ class StateAhead:
     def _others_kept(self, before: Snapshot, where: str) -> Iterator[None]:
         """Keeps what has changed then since a snapshot, and puts it back."""
         try:
-            with WritesCounted(), large_arrays_counted():
+            doing = f"{where}: what comes before writes to a tensor of layout {{}}"
+            with contents_kept(before.tensors(), doing):
                 yield
         finally:
             before.note_changes()

@@ -21,6 +21,9 @@ from smdistributed.modelparallel.torch.tensors.memory import MemoryNotes
 #: Elements of a tensor whose content is compared; of larger ones it would take too long.
 SMALL = 1 << 12
 
+#: Methods of tensors that let NumPy and others see their memory.
+_GIVING = ("numpy", "__dlpack__")
+
 #: By memory, how many writes the dispatcher has seen. Whoever compares two counts has a tensor with
 #: that memory all the while, so that it is not another's meanwhile.
 _written: collections.Counter[int] = collections.Counter()
@@ -50,47 +53,44 @@ def writes_of(tensor: torch.Tensor) -> tuple[int, int, int]:
     return version_of(tensor), memory, _written[memory]
 
 
-def large_arrays_copied() -> contextlib.AbstractContextManager[None]:
-    """Inside, NumPy gets copies of large tensors, which count as written: nobody sees if they are.
+@contextlib.contextmanager
+def large_arrays_copied() -> Iterator[None]:
+    """Inside, other libraries get copies of large tensors, which count as written.
 
-    For a run that must leave no trace.
+    Nobody sees whether they are. For a run that must leave no trace.
     """
-    return _large_arrays(lambda tensor: tensor.clone())
+
+    def copying(give: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(give)
+        def copied(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, FakeTensor) or not _sees_large(tensor):
+                return give(tensor, *args, **kwargs)
+            note_writes([tensor])
+            with past_recording():
+                return give(tensor.clone(), *args, **kwargs)
+
+        return copied
+
+    with _given_by(copying):
+        yield
 
 
-def large_arrays_counted() -> contextlib.AbstractContextManager[None]:
-    """Inside, large tensors that NumPy gets count as written, since nobody sees if they are."""
-    return _large_arrays(lambda tensor: tensor)
+def arrays_as_they_are() -> contextlib.AbstractContextManager[None]:
+    """Inside such a run, lets others see tensors again: for code that is no part of it."""
+    return _given_by(inspect.unwrap)
 
 
 @contextlib.contextmanager
-def _large_arrays(given: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    numpy = torch.Tensor.numpy
-
-    @functools.wraps(numpy)
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensor, FakeTensor) or not _sees_large(tensor):
-            return numpy(tensor, *args, **kwargs)
-        note_writes([tensor])
-        with past_recording():
-            return numpy(given(tensor), *args, **kwargs)
-
-    torch.Tensor.numpy = counted  # type: ignore[method-assign, assignment]
+def _given_by(change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Inside, what gives tensors to other libraries is changed."""
+    former = {name: getattr(torch.Tensor, name) for name in _GIVING}
+    for name, give in former.items():
+        setattr(torch.Tensor, name, change(give))
     try:
         yield
     finally:
-        torch.Tensor.numpy = numpy  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def arrays_as_they_are() -> Iterator[None]:
-    """Inside such a run, lets NumPy see tensors again: for code that is no part of it."""
-    counted = torch.Tensor.numpy
-    torch.Tensor.numpy = inspect.unwrap(counted)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.Tensor.numpy = counted  # type: ignore[method-assign]
+        for name, give in former.items():
+            setattr(torch.Tensor, name, give)
 
 
 def _sees_large(tensor: torch.Tensor) -> bool:

@@ -1,6 +1,6 @@
 """What operations write to, by their schemas: versions do not count every write.
 
-Kernels of many tensors (``_foreach_mul_``, ``_fused_adamw_``) leave versions as they are on GPUs.
+Kernels of many tensors leave versions as they are: ``_fused_adamw_``, on GPUs ``_foreach_lerp_``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 
 from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode, pytree
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.tensors.writes import note_writes
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -26,7 +25,7 @@ def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> lis
 
 
 class WritesCounted(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, all writes of operations are counted: by memory, and at its end in versions."""
+    """When it ends, versions have changed of all tensors that operations inside have written to."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -35,9 +34,7 @@ class WritesCounted(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation, and keeps the versions before it."""
         kwargs = kwargs or {}
-        written = written_by(func, args, kwargs)
-        note_writes(written)
-        for each in written:
+        for each in written_by(func, args, kwargs):
             self._before.setdefault(id(each), (each, version_of(each)))
         return func(*args, **kwargs)
 

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     past_dispatch_modes,
     past_recording,
 )
-from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
 from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
+from smdistributed.modelparallel.torch.tensors.contents import contents_kept, copy_of, is_equal
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.tensors.writes import note_writes, writes_of
 
@@ -77,7 +76,11 @@ def run_on_random_numbers(
         past_dispatch_modes(),
         same_numbers_everywhere(devices),
         # First: of a module with real parameters it would put those back too.
-        _kept_tensors(module),
+        contents_kept(
+            Snapshot(module.modules()).tensors(),
+            f"{type(module).__name__} writes to a tensor of layout {{}} while it is tried out on "
+            "random numbers",
+        ),
         _real_tensors(module),
     ):
         on_real = map_tensors((args, kwargs), real)
@@ -186,7 +189,7 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
                         tensor = nn.Parameter(tensor.detach(), fake.requires_grad)
                     made[id(fake)] = tensor
                     # The very one that the module has: it may be given other memory.
-                    written.append((fake, tensor, _copy_of(tensor), writes_of(tensor)))
+                    written.append((fake, tensor, copy_of(tensor), writes_of(tensor)))
                 replaced.append((tensors, name, fake))
                 tensors[name] = made[id(fake)]  # type: ignore[assignment]
     try:
@@ -198,57 +201,8 @@ def _real_tensors(module: nn.Module) -> Iterator[None]:
             fake
             for fake, tensor, copy, before in written
             # NumPy may have been given a copy of a large one.
-            if writes_of(tensor) != before or not _is_equal(tensor, copy)
+            if writes_of(tensor) != before or not is_equal(tensor, copy)
         )
-
-
-@contextlib.contextmanager
-def _kept_tensors(module: nn.Module) -> Iterator[None]:
-    """Puts back what a module writes to other tensors that it reaches; it counts as written.
-
-    Raises:
-        UnsupportedError: it wrote to one that is not strided, which nothing puts back.
-    """
-    tensors = Snapshot(module.modules()).tensors()
-    others = [(each, version_of(each)) for each in tensors if each.layout is not torch.strided]
-    # Detached: what the module may give another memory, or shape, still shows the former here.
-    kept = [
-        (tensor, tensor.detach(), _copy_of(tensor))
-        for tensor in tensors
-        if tensor.layout is torch.strided
-    ]
-    try:
-        yield
-    finally:
-        for tensor, former, copy in kept:
-            if not _is_equal(former, copy):
-                former.copy_(copy)
-                note_writes([former])
-            if storage_of(tensor) != storage_of(former) or tensor.shape != former.shape:
-                tensor.data = former
-                note_writes([tensor])
-    for tensor, version in others:
-        if version_of(tensor) != version:
-            raise UnsupportedError(
-                f"{type(module).__name__} writes to a tensor of layout {tensor.layout} while it is "
-                "tried out on random numbers, and that cannot be put back. Write to a strided "
-                "tensor, or give the module a new one."
-            )
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone()
-
-
-def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether the numbers are the same; what is no number is so everywhere."""
-    tensor = tensor.detach()
-    if torch.equal(tensor, copy):
-        return True
-    may_be_nan = tensor.is_floating_point() or tensor.is_complex()
-    if not may_be_nan or tensor.shape != copy.shape:
-        return False
-    return torch.allclose(tensor, copy, rtol=0, atol=0, equal_nan=True)
 
 
 def random_like(fake: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from types import CellType, FunctionType
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 
@@ -88,7 +87,6 @@ NUMBERS_OF_MANY = frozenset(
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copies each tensor to another one, which may have another type; a few kernels for all."""
     torch._foreach_copy_(list(targets), list(sources))
-    increment_version(list(targets))  # which kernels of many tensors leave to others
 
 
 def multiply_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
