@@ -99,6 +99,8 @@ class HostGraphs:
             mock.patch.object(torch.Tensor, "numpy", _not_here),
             # On a GPU nobody watches.
             mock.patch.object(weight_gradients, "is_watched", return_value=False),
+            # The compiler refuses to, where a mode watches.
+            torch.compiler.set_stance("force_eager"),
         ):
             yield capture
 

@@ -83,13 +83,13 @@ STRIDES = {
 
 def start(config: dict[str, object], name: str) -> None:
     torch.set_num_threads(1)
-    if name == "graphs":
+    if name in ("graphs", "compiled-graphs"):
         share_memory()
     smp.init({"communication_timeout": 20, "microbatches": MICROBATCHES, **config})
     compute_here()
-    if name in ("graphs", "one-graphs"):
+    if name.endswith("graphs"):
         capture_every_step()
-    if name == "compiled":
+    if name.startswith("compiled"):
         every_step(compile={"backend": "aot_eager"})
     if name == "tied":
         loops.TIES[:] = [True]
@@ -122,6 +122,8 @@ CONFIGS: dict[str, dict[str, object]] = {
     "large": {"pipeline_parallel_degree": 2},
     # What lies between modules is compiled.
     "compiled": {"pipeline_parallel_degree": 2, "pipeline": "zero_bubble"},
+    # So is what lies between products of passes that are captured.
+    "compiled-graphs": {"pipeline_parallel_degree": 2},
     # Every rank has a block of each parameter, and all have the same batch.
     "sdp2": {
         "sharded_data_parallel_degree": 2,
@@ -255,6 +257,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
     },
     "one-graphs": {"state": (4, 192), "loops": (4, 40), "order": (4, 480), "around": (9, 12)},
     "compiled": {"uses": (3, 80)},
+    "compiled-graphs": {"uses": (43, 80)},
     "tied": {"at rest": (3, 190)},
     "large": {"shown": (96, 720)},
 }

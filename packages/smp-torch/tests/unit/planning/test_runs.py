@@ -16,7 +16,11 @@ from smdistributed.modelparallel.torch.execute import compiled_runs
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns, _tell
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
-from smdistributed.modelparallel.torch.planning.runs import runs_of, work_of_run
+from smdistributed.modelparallel.torch.planning.runs import (
+    apart_from_runs,
+    runs_of,
+    work_of_run,
+)
 from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.costs import flops
@@ -57,10 +61,11 @@ def plan_of(between: Between, costs: ComputeCosts | None = None) -> Plan:
 
 def names(between: Between) -> list[tuple[list[str], bool]]:
     """Returns the names of the nodes of the first segment, part by part."""
-    segment = plan_of(between).segments[0]
+    plan = plan_of(between)
+    apart = apart_from_runs(plan.graph, plan.late)
     return [
         ([node.name.rpartition(".")[2] for node in part], is_run)
-        for part, is_run in runs_of(segment.nodes)
+        for part, is_run in runs_of(plan.segments[0].nodes, apart)
         if part
     ]
 
@@ -84,6 +89,11 @@ def without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
     return x.sin().cos() * scale
 
 
+def without_use(net: Net, x: torch.Tensor) -> torch.Tensor:
+    (x.mean(0) * net.weight).tanh()
+    return x.sin().cos()
+
+
 BETWEEN: dict[str, tuple[Between, list[tuple[int, bool]]]] = {
     # The input and the first module; then the run. Its buffer comes before it.
     "run": (lambda net, x: x.tanh() + net.offset, [(3, False), (2, True)]),
@@ -103,6 +113,8 @@ BETWEEN: dict[str, tuple[Between, list[tuple[int, bool]]]] = {
     "in place": (in_place, [(4, False), (2, True)]),
     "in place later": (in_place_later, [(8, False)]),
     "without gradient": (without_gradient, [(2, False), (2, True), (3, True)]),
+    # The weight has no gradient, not one of zeros.
+    "without use": (without_use, [(6, False), (2, True)]),
 }
 
 
@@ -257,7 +269,7 @@ def test_a_run_costs_what_goes_in_and_out(monkeypatch: pytest.MonkeyPatch) -> No
         plan_of(between, ComputeCosts(compiles_runs=compiles)).segments[0]
         for compiles in (False, True)
     )
-    (run,) = (part for part, is_run in runs_of(together.nodes) if is_run)
+    (run,) = (part for part, is_run in runs_of(together.nodes, set()) if is_run)
     a_tensor = 2 * WIDTH * 4 * OPERATIONS_A_BYTE
     assert sum(node.work.flops for node in run) == 4 * 2 * a_tensor
     assert work_of_run(run, set(together.outputs)).flops == 2 * a_tensor

@@ -53,10 +53,10 @@ def step(
             without replicas, and with parameters in shards that the GPUs of one host read, where
             as much memory is free again as a step needs; True also elsewhere, and a warning says
             what runs as it is. False never.
-        compile: an addition of this library: where the function is recorded, what it and modules
-            that are split compute between modules, such as a loss, is compiled; a dictionary gives
-            options of ``torch.compile``. Modules run compiled if you compile them. What the
-            compiler refuses runs as it is, and a warning says why.
+        compile: an addition of this library: what lies between the products of passes that run as
+            CUDA graphs, within modules too, is compiled; with several partitions, where there are
+            no graphs, what lies between modules, such as a loss. A dictionary gives options of
+            ``torch.compile``. What the compiler refuses runs as it is, and a warning says why.
         sequence_dims: an addition of this library, for ``context_parallel_degree``: the dim along
             which an argument has its sequence, by its name, or by that of its place in a dict; None
             if it has none. Not needed for the names that models of Transformers have.

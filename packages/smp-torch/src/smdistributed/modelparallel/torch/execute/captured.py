@@ -27,6 +27,7 @@ from smdistributed.modelparallel.torch.execute.passes import (
 )
 from smdistributed.modelparallel.torch.execute.pieces import Foreseen, Piece, Pieces, added_by
 from smdistributed.modelparallel.torch.execute.starts import Scale
+from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.execute.taping import ComputationOfTapes, Tapes
 from smdistributed.modelparallel.torch.tape.confirming import Others
 from smdistributed.modelparallel.torch.tape.outside import Outside
@@ -130,6 +131,7 @@ def capture(
     exchanges: Exchanges,
     enter_pass: EnterPass,
     foreseen: Sequence[Foreseen],
+    runs: TapedRuns | None,
     *,
     reuses_memory: bool,
 ) -> Captured:
@@ -151,6 +153,7 @@ def capture(
         exchanges: what they exchange within modules.
         enter_pass: called before each action.
         foreseen: know when gradients leave that are reduced.
+        runs: compile what lies between products; None: it is computed as it is.
         reuses_memory: whether that of messages is.
 
     Raises:
@@ -160,7 +163,7 @@ def capture(
     own = [[None if each is None else each.detach().clone() for each in one] for one in inputs]
     own_scales = [each.clone() if isinstance(each, torch.Tensor) else each for each in scales]
     outside = Outside(each for tape in tapes.values() for each in tape.outside.values())
-    computation = ComputationOfTapes(passes, own, own_scales, tapes, random)
+    computation = ComputationOfTapes(passes, own, own_scales, tapes, random, runs)
     incoming: dict[Message, torch.Tensor] = {}
     actions: list[CapturedAction] = []
     pieces = Pieces(foreseen)

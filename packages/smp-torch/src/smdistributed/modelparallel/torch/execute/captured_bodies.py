@@ -39,6 +39,7 @@ from smdistributed.modelparallel.torch.execute.pieces import (
     added_by,
     launch,
 )
+from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.execute.taping import Draws as StepDraws
 from smdistributed.modelparallel.torch.sharding.agreement import Course
 from smdistributed.modelparallel.torch.sharding.gradients import SoFar
@@ -129,6 +130,7 @@ def capture_bodies(
     devices: tuple[str, ...],
     enter: Callable[[int], None],
     foreseen: Sequence[Foreseen],
+    runs: TapedRuns | None,
 ) -> CapturedBodies:
     """Captures the bodies of a mini-batch from their tapes.
 
@@ -148,12 +150,15 @@ def capture_bodies(
         devices: the types of those that autocast may be on for.
         enter: called with the number of each microbatch before it.
         foreseen: know when gradients leave that are reduced.
+        runs: compile what lies between products; None: it is computed as it is.
 
     Raises:
         Exception: something cannot be captured. Nothing has changed.
     """
     _check_known(tapes, parameters, shards)
     outside = Outside(each for one in tapes for each in one.tape.outside.values())
+    different = {each.tape for each in tapes}
+    computed = {each: each if runs is None else runs.of(each) for each in different}
     bodies: list[CapturedBody] = []
     pieces = Pieces(foreseen)
     seen: set[torch.Tensor] = set()
@@ -176,7 +181,8 @@ def capture_bodies(
                     pieces.begin(capturing, drawn.left)
                     for model in shards:
                         stack.enter_context(model.capturing(differentiates=taken.differentiates))
-                    results, _ = run(taken.tape, inputs, _of_earlier_pass, random, devices)
+                    tape = computed[taken.tape]
+                    results, _ = run(tape, inputs, _of_earlier_pass, random, devices)
                     outputs = [each.detach() for each in results]
                     del results
                 captured = pieces.end()

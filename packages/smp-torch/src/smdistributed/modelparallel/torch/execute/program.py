@@ -25,7 +25,10 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
 from smdistributed.modelparallel.torch.planning.recomputing import can_repeat, how_again, parts_of
-from smdistributed.modelparallel.torch.planning.runs import runs_of
+from smdistributed.modelparallel.torch.planning.runs import (
+    apart_from_runs,
+    runs_of,
+)
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.record.calls.forward_hooks import hooks_off
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import lifted
@@ -249,7 +252,8 @@ class Program:
     ) -> list[str]:
         """Returns the calls of nodes, those of runs as functions."""
         parts: list[list[str]] = []
-        for part, is_run in reversed(list(runs_of(nodes))):
+        apart = apart_from_runs(self._plan.graph, self._plan.late)
+        for part, is_run in reversed(list(runs_of(nodes, apart))):
             run = self._run(part, later, compiled) if is_run else self._straight(part, later)
             parts.append(run)
             later = later.union(*map(_read, part))

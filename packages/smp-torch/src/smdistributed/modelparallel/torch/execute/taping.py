@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.execute.passes import (
     Passes,
 )
 from smdistributed.modelparallel.torch.execute.starts import Scale
+from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.tape.confirming import Confirming
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.running import Keyed, run
@@ -162,6 +163,7 @@ class ComputationOfTapes(Computation):
         root_scales: for each microbatch, the gradient that its losses start with.
         tapes: of the passes.
         random: of the step.
+        runs: compile what lies between products of theirs; None: that is computed as it is.
     """
 
     def __init__(
@@ -171,9 +173,12 @@ class ComputationOfTapes(Computation):
         root_scales: Sequence[Scale],
         tapes: Tapes,
         random: Keyed,
+        runs: TapedRuns | None,
     ) -> None:
         super().__init__(passes, inputs, root_scales)
         self._tapes = tapes
+        different = set(tapes.values())
+        self._computed = {each: each if runs is None else runs.of(each) for each in different}
         self._random = random
         #: Of microbatch, tape and number.
         self._kept: dict[tuple[int, int, int], torch.Tensor] = {}
@@ -184,7 +189,8 @@ class ComputationOfTapes(Computation):
         tape = self._tapes[action.segment, m]
         given = [*self._inputs[m], *arguments]
         earlier = functools.partial(self._earlier, m)
-        results, kept = run(tape, given, earlier, self._random, self._passes.devices)
+        computed = self._computed[tape]
+        results, kept = run(computed, given, earlier, self._random, self._passes.devices)
         self._kept |= {(m, id(tape), number): tensor for number, tensor in kept.items()}
         found: tuple[torch.Tensor, ...] = results
         return found

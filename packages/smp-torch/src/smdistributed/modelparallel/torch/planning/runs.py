@@ -6,7 +6,9 @@ two kernels of it, one a pass, that read them once.
 
 A run has only calls that the compiler and the library see alike: no random numbers, whose keys are
 the library's, no writes to what was there before, no objects with state, and no products with a
-weight, whose gradients may wait.
+weight, whose gradients may wait. What a gradient is asked of comes to it from outside: within a
+compiled function there is none. Nor has a run what no gradient comes to: a function with several
+results gives zeros to what only that is made of, where autograd gives nothing.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from smdistributed.modelparallel.common.planning.pass_costs import OPERATIONS_A_BYTE
+from smdistributed.modelparallel.torch.planning.late_values import LateValues
 from smdistributed.modelparallel.torch.record.costs.work import Work
-from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
 
@@ -27,11 +30,30 @@ _LEAST_KERNELS = 2
 _GIVEN = (NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.ATTRIBUTE)
 
 
-def runs_of(nodes: Sequence[Node]) -> Iterator[tuple[list[Node], bool]]:
+def apart_from_runs(graph: Graph, late: LateValues) -> set[Value]:
+    """Returns the values whose gradients a script asks for, and those to which none comes."""
+    asking = (node for node in graph.nodes if node.target is torch.autograd.grad)
+    asked = {*late.gradients, *(value for node in asking for value in node.inputs)}
+    return asked | _without_gradients(graph) if graph.roots else asked
+
+
+def _without_gradients(graph: Graph) -> set[Value]:
+    """Returns the values that could have a gradient, and of which no loss is made."""
+    gets = set(graph.roots)
+    for node in reversed(graph.nodes):
+        made = {*node.outputs, *node.changes}
+        if not made.isdisjoint(gets) and any(value.requires_grad for value in made):
+            gets.update(node.inputs)
+    every = (value for node in graph.nodes for value in node.outputs)
+    return {value for value in every if value.requires_grad and value not in gets}
+
+
+def runs_of(nodes: Sequence[Node], apart: set[Value]) -> Iterator[tuple[list[Node], bool]]:
     """Divides nodes into runs, and into what lies between them.
 
     Args:
         nodes: of a segment, in order.
+        apart: values that no run makes; see ``apart_from_runs``.
 
     Yields:
         nodes that follow each other, and whether they are a run. What a run is given comes before
@@ -42,7 +64,7 @@ def runs_of(nodes: Sequence[Node]) -> Iterator[tuple[list[Node], bool]]:
     for node in [*nodes, None]:
         if node is not None and run and node.kind in _GIVEN:
             between.append(node)
-        elif node is not None and _fits(node, run):
+        elif node is not None and _fits(node, run, apart):
             run.append(node)
         else:
             if sum(each.work.kernels for each in run) >= _LEAST_KERNELS:
@@ -53,11 +75,11 @@ def runs_of(nodes: Sequence[Node]) -> Iterator[tuple[list[Node], bool]]:
                 between = sorted([*between, *run], key=lambda each: each.index)
             run = []
             if node is not None:
-                (run if _fits(node, run) else between).append(node)
+                (run if _fits(node, run, apart) else between).append(node)
     yield between, False
 
 
-def _fits(node: Node, run: Sequence[Node]) -> bool:
+def _fits(node: Node, run: Sequence[Node], apart: set[Value]) -> bool:
     """Whether a node can be the next of a run."""
     if node.kind is not NodeKind.CALL or not node.outputs or node.region is not None:
         return False
@@ -67,6 +89,7 @@ def _fits(node: Node, run: Sequence[Node]) -> bool:
         node.draw is None
         and not (node.changes or node.values or node.switches)
         and node.default_dtype is torch.float32
+        and apart.isdisjoint(node.outputs)
         and not any(value.is_changed for value in (*node.inputs, *node.outputs))
         and not any(isinstance(value.source, Value) for value in node.outputs)
         and not any(True for _ in placeholders((node.args, node.kwargs), Carried))

@@ -28,7 +28,11 @@ from smdistributed.modelparallel.torch.planning.late_values import (
 from smdistributed.modelparallel.torch.planning.products import DIFFERENTIATING
 from smdistributed.modelparallel.torch.planning.ranks import Ranks
 from smdistributed.modelparallel.torch.planning.recomputing import check_recomputed
-from smdistributed.modelparallel.torch.planning.runs import runs_of, work_of_run
+from smdistributed.modelparallel.torch.planning.runs import (
+    apart_from_runs,
+    runs_of,
+    work_of_run,
+)
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.replicated import sources
@@ -247,7 +251,8 @@ def cut(
         ]
     if costs.compiles_runs and not costs.measures:
         for segment in segments:
-            segment.costs += _saved_by_runs(segment, costs)
+            apart = apart_from_runs(graph, late)
+            segment.costs += _saved_by_runs(segment, costs, apart)
     _check_in_place(graph, readers, returned)
     _check_state(graph)
     _check_reached(graph, owner_of)
@@ -288,11 +293,11 @@ def _assign(
     return segments
 
 
-def _saved_by_runs(segment: SegmentNodes, costs: ComputeCosts) -> PassCosts:
+def _saved_by_runs(segment: SegmentNodes, costs: ComputeCosts, apart: set[Value]) -> PassCosts:
     """Returns what it changes of a segment's costs that its runs are compiled."""
     saved = PassCosts()
     later = set(segment.outputs)
-    for part, is_run in reversed(list(runs_of(segment.nodes))):
+    for part, is_run in reversed(list(runs_of(segment.nodes, apart))):
         own = [node for node in part if node.segment == segment.index]
         if is_run and own:
             saved += costs.of(work_of_run(own, later))

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.execute.captured_bodies import (
     capture_bodies,
 )
 from smdistributed.modelparallel.torch.execute.graphs import Graphs
+from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -42,6 +43,7 @@ class BodyCaptures:
         graphs: capture bodies.
         name: of the step function, for messages.
         is_asked_for: see ``Captures``.
+        runs: compile what lies between products of bodies; None: it runs as it is.
         begin_pass: does what comes before a backward pass that Python did not begin itself.
     """
 
@@ -52,6 +54,7 @@ class BodyCaptures:
         name: str,
         *,
         is_asked_for: bool,
+        runs: TapedRuns | None,
         begin_pass: Callable[[], None],
     ) -> None:
         self._runtime = runtime
@@ -66,6 +69,7 @@ class BodyCaptures:
             runtime.device,
             is_asked_for=is_asked_for,
         )
+        self._runs = runs
         self._begin_pass = begin_pass
         self._devices = tuple(dict.fromkeys(("cpu", runtime.device.type)))
         self._kinds: dict[Hashable, _Kind] = {}
@@ -122,6 +126,7 @@ class BodyCaptures:
                 self._devices,
                 enter_captured,
                 foreseen,
+                self._runs,
             )
 
         due = Due(
@@ -189,6 +194,7 @@ def body_captures_of(
     runtime: TorchRuntime,
     name: str,
     cuda_graphs: bool | Literal["auto"],
+    runs: TapedRuns | None,
     begin_pass: Callable[[], None],
 ) -> BodyCaptures | None:
     """Returns the captured mini-batches of a step function; None where none are captured.
@@ -198,7 +204,7 @@ def body_captures_of(
         name: of the step function.
         cuda_graphs: whether the script asks for them; "auto": not where shards travel by messages,
             which a graph would have in it.
-        begin_pass: see ``BodyCaptures``.
+        runs, begin_pass: see ``BodyCaptures``.
     """
     groups = runtime.sharding_groups
     if cuda_graphs == "auto" and groups is not None and groups.make_memory is None:
@@ -208,7 +214,12 @@ def body_captures_of(
     if graphs is None:
         return None
     return BodyCaptures(
-        runtime, graphs, name, is_asked_for=cuda_graphs is True, begin_pass=begin_pass
+        runtime,
+        graphs,
+        name,
+        is_asked_for=cuda_graphs is True,
+        runs=runs,
+        begin_pass=begin_pass,
     )
 
 

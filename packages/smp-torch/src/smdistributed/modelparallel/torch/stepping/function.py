@@ -23,6 +23,8 @@ from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.common.search.profile import ModelProfile
 from smdistributed.modelparallel.torch.activations.offloading import ActivationMemory
 from smdistributed.modelparallel.torch.compat.private.compiled import as_written
+from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
+from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.body_captures import body_captures_of
 from smdistributed.modelparallel.torch.stepping.eager import EagerStep
@@ -126,10 +128,21 @@ class StepFunction:
                 runtime, runtime.context_group, self._function, self._rules, self._sequence_dims
             )
             return EagerStep(*given, lambda _: None, sequences)
-        asked = runtime, self.name, self._cuda_graphs
+        compiled = runs = None
+        if self._compiling is not None:
+            compiled = CompiledRuns(self._compiling)
+            devices = tuple(dict.fromkeys(("cpu", runtime.device.type)))
+            runs = TapedRuns(
+                compiled,
+                runtime.device,
+                devices,
+                runtime.fake_mode,
+                are_differentiated=runtime.topology.pp_size > 1,
+            )
+        asked = runtime, self.name, self._cuda_graphs, runs
         if runtime.topology.pp_size == 1:
             return EagerStep(*given, functools.partial(body_captures_of, *asked))
-        return PipelinedStep(*given, self._static, replays_of(*asked), self._compiling)
+        return PipelinedStep(*given, self._static, replays_of(*asked), compiled)
 
     def _planned(self, runtime: TorchRuntime) -> PlannedStep:
         return PlannedStep(runtime, self._function, self._rules, self._cuda_graphs)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from smdistributed.modelparallel.common.planning.simulator import TimedAction, T
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.compat.private.distributed import collectives_seen
+from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
 from smdistributed.modelparallel.torch.execute.replay import Replay
@@ -70,7 +71,7 @@ class PipelinedStep(StepOnFakes):
         detach_outputs: must be True: results come from other processes, without their graphs.
         static: the caller promises that the Python of the function is always the same.
         replays: its mini-batches that run as captured, if passes are captured as CUDA graphs.
-        compiling: options of ``torch.compile``, if what lies between modules is compiled.
+        compiled: compiles what lies between modules; None: it runs as it is.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class PipelinedStep(StepOnFakes):
         detach_outputs: bool,
         static: bool,
         replays: Replays | None,
-        compiling: Mapping[str, Any] | None,
+        compiled: CompiledRuns | None,
     ) -> None:
         if not detach_outputs:
             raise UnsupportedError(
@@ -91,11 +92,11 @@ class PipelinedStep(StepOnFakes):
         super().__init__(runtime)
         self._function = function
         self._inputs = StepInputs(runtime, rules)
-        compiles_runs = compiling is not None
+        compiles_runs = compiled is not None
         lockstep = Lockstep(runtime, function, self._running, compiles_runs=compiles_runs)
         name = getattr(function, "__name__", str(function))
         self._passes = StaticPasses(lockstep, name) if static else lockstep
-        self._preparation = Preparation(runtime, compiling)
+        self._preparation = Preparation(runtime, compiled)
         self._pass_times = PassTimes(runtime, self._preparation)
         self._absent_gradients = AbsentGradients(runtime)
         self.offloading = offloading_of(runtime, name)

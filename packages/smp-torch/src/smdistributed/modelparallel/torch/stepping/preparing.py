@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -55,12 +53,12 @@ class Preparation:
 
     Args:
         runtime: the state of the library in this process.
-        compiling: options of ``torch.compile``, if what lies between modules is compiled.
+        compiled: compiles what lies between modules; None: it runs as it is.
     """
 
-    def __init__(self, runtime: TorchRuntime, compiling: Mapping[str, Any] | None) -> None:
+    def __init__(self, runtime: TorchRuntime, compiled: CompiledRuns | None) -> None:
         self._runtime = runtime
-        self._compiled = None if compiling is None else CompiledRuns(compiling)
+        self._compiled = compiled
         self._pp_rank = runtime.coordinates.pp_rank
         self._order = CommonOrder(runtime)
         self._known: OrderedDict[tuple[tuple[Plan, ...], int], Prepared] = OrderedDict()

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
 from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
+from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.execute.taping import TapedComputation, Tapes
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.planning.segments import Plan
@@ -56,12 +57,20 @@ class Replays:
         name: of the step function, for messages.
         is_asked_for: the script did; else it is not told of each mini-batch that runs as it is, and
             passes are captured only where there is much room.
+        runs: compile what lies between products of passes; None: it runs as it is.
     """
 
     def __init__(
-        self, runtime: TorchRuntime, graphs: Graphs, name: str, *, is_asked_for: bool
+        self,
+        runtime: TorchRuntime,
+        graphs: Graphs,
+        name: str,
+        *,
+        is_asked_for: bool,
+        runs: TapedRuns | None,
     ) -> None:
         self._runtime = runtime
+        self._runs = runs
         self._graphs = graphs
         self._captures = Captures[Tapes, Replay](
             graphs,
@@ -139,6 +148,7 @@ class Replays:
                 runtime.tensor_group,
                 enter_captured,
                 foreseen,
+                self._runs,
                 reuses_memory=runtime.links.lays_messages,
             )
             return Replay(found, parameters, runtime.random, runtime.tensor_group)
@@ -192,7 +202,10 @@ class Replays:
 
 
 def replays_of(
-    runtime: TorchRuntime, name: str, cuda_graphs: bool | Literal["auto"]
+    runtime: TorchRuntime,
+    name: str,
+    cuda_graphs: bool | Literal["auto"],
+    runs: TapedRuns | None,
 ) -> Replays | None:
     """Returns the captured mini-batches of a step function; None where none are captured.
 
@@ -200,12 +213,13 @@ def replays_of(
         runtime: the state of the library in this process; there are several partitions.
         name: of the step function.
         cuda_graphs: whether the script asks for them.
+        runs: see ``Replays``.
     """
     reason = "parameters are in shards" if runtime.config.sharded_data_parallel_degree > 1 else ""
     graphs = graphs_for(runtime, name, cuda_graphs, reason)
     if graphs is None:
         return None
-    return Replays(runtime, graphs, name, is_asked_for=cuda_graphs is True)
+    return Replays(runtime, graphs, name, is_asked_for=cuda_graphs is True, runs=runs)
 
 
 def _spec_of(tensor: torch.Tensor | None) -> TensorSpec | None:

@@ -300,11 +300,11 @@ class Recording(TorchFunctionMode):
         if any(isinstance(each, torch.Generator) for each in others):
             tape.refuse("it draws from a generator of its own")
         is_constant = not (self._draws or others) and all(map(self._is_constant, given))
-        before = [] if self._draws else self._random_states()
+        before = self._random_states()
         if self._draws and self._seeds[-1] != seeds(self._device_type):
             tape.refuse("code seeds the generators in the middle of a draw")
         result = function(*args, **kwargs)
-        has_drawn = bool(before) and before != self._random_states()
+        has_drawn = before != self._random_states()
         made = tensors_in(result)
         is_seen_elsewhere = self._note_memory(given, made)
         written = [
@@ -317,7 +317,7 @@ class Recording(TorchFunctionMode):
             tape.on_host.add(function)
             return result
         name = getattr(function, "__qualname__", type(function).__name__)
-        if has_drawn:
+        if has_drawn and not self._draws:
             tape.refuse(f"{name} draws random numbers that the library gives no key")
         if settings.inference:
             tape.refuse("it is computed in inference mode")
@@ -326,7 +326,12 @@ class Recording(TorchFunctionMode):
         if self._region is not None and any(map(self._is_before_region, written)):
             tape.refuse("a checkpointed call writes to a tensor from outside")
         computes = bool(written) or not made or not is_seen_elsewhere
-        call = Call(function, templates[0], templates[1], settings, computes)
+        call = Call(function, templates[0], templates[1], settings, computes, draws=has_drawn)
+        changed = set(map(id, written))
+        standing = placeholders(templates, (Made, Earlier, OnHost, torch.Tensor))
+        call.written = tuple(
+            each for each, tensor in zip(standing, given, strict=True) if id(tensor) in changed
+        )
         known = {id(each) for each in given}
         for each in made:
             if id(each) not in known:
@@ -551,6 +556,11 @@ class _Unseen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, recording: Recording) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording = recording
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """See ``TorchDispatchMode``: where a pass is not taken down, what is compiled runs so."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The library, past all modes, gives parameters other memory, or other classes.

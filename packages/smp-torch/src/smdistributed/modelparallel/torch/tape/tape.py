@@ -73,6 +73,8 @@ class Call:
         numbers: what it gives if that is made of numbers of the host: nothing comes from there
             while a graph is captured, so it is copied.
         inside: of a module that runs as compiled code, what its Python calls as it is written.
+        written: templates of the tensors that it writes to.
+        draws: it draws random numbers.
     """
 
     function: Callable[..., Any]
@@ -86,6 +88,8 @@ class Call:
     is_known: bool = False
     numbers: torch.Tensor | None = None
     inside: Any = None
+    written: tuple[Any, ...] = ()
+    draws: bool = False
 
 
 @dataclass(eq=False, slots=True)

@@ -217,6 +217,18 @@ def engine_replaced(stand_in: Callable[..., Any]) -> Iterator[None]:
         module._engine_run_backward = run
 
 
+@contextlib.contextmanager
+def engine_as_it_is() -> Iterator[None]:
+    """Inside, functions of torch call torch's own to differentiate, whatever has replaced it."""
+    module: Any = torch.autograd
+    replaced = module._engine_run_backward
+    module._engine_run_backward = torch.autograd.graph._engine_run_backward
+    try:
+        yield
+    finally:
+        module._engine_run_backward = replaced
+
+
 def applied_alone(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Returns ``function.apply`` for where no transform of torch.func is at work; it costs less."""
     found: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]

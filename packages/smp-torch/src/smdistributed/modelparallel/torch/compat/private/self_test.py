@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.attention import (
 from smdistributed.modelparallel.torch.compat.private.backward import (
     accumulations_seen,
     applied_alone,
+    engine_as_it_is,
     engine_replaced,
     hook_of_several,
     hooks_of_accumulation,
@@ -504,7 +505,10 @@ def _who_differentiates() -> None:
     with engine_replaced(twice):
         torch.autograd.backward(leaf.sum())
         (slope,) = torch.autograd.grad(leaf.sum(), leaf)
+        with engine_as_it_is():
+            (own,) = torch.autograd.grad(leaf.sum(), leaf)
     _expect(seen == [True, False], "one function differentiates, and is told what for")
+    _expect(own.item() == 1, "it can be left out")
     _expect(leaf.grad is not None and leaf.grad.item() == slope.item() == 2, "it gets its start")
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
