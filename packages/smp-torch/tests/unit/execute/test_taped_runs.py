@@ -164,9 +164,10 @@ def taken_down(names: Sequence[str], net: Net, x: torch.Tensor) -> Tape:
         tensors = [x, x + 1]
         for name in names:
             tensors.append(STEPS[name]((tensors[-1], tensors[-2], tensors[0]), net, draw))
-        # No gradient comes to what nothing is made of.
-        unused = (tensors[-1] * net.unused + 1).tanh()
-        tensors[-1] = tensors[-1] * unused.detach()
+        # No gradient comes to what is read without.
+        seen = (tensors[-1] * net.unused + 1).tanh()
+        tensors.append(tensors[-1].sin().tanh())
+        tensors.append(tensors[-1] + F.linear(seen, net.linear.weight).detach())
         results = [tensors[-1] * 1.0, tensors[len(tensors) // 2].sum()]
     recording.end(results)
     assert not recording.tape.refusal

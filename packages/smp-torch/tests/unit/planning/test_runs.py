@@ -90,8 +90,9 @@ def without_gradient(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 
 def without_use(net: Net, x: torch.Tensor) -> torch.Tensor:
-    (x.mean(0) * net.weight).tanh()
-    return x.sin().cos()
+    seen = (x.mean(0) * net.weight).tanh()
+    y = x.sin().cos()
+    return y + F.linear(y, seen).detach()
 
 
 BETWEEN: dict[str, tuple[Between, list[tuple[int, bool]]]] = {
@@ -114,7 +115,7 @@ BETWEEN: dict[str, tuple[Between, list[tuple[int, bool]]]] = {
     "in place later": (in_place_later, [(8, False)]),
     "without gradient": (without_gradient, [(2, False), (2, True), (3, True)]),
     # The weight has no gradient, not one of zeros.
-    "without use": (without_use, [(6, False), (2, True)]),
+    "without use": (without_use, [(6, False), (2, True), (3, False)]),
 }
 
 
