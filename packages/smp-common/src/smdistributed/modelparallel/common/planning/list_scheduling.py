@@ -16,6 +16,7 @@ import heapq
 import math
 import random
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from smdistributed.modelparallel.common.planning.schedule import Kind, SegmentGraph
@@ -94,6 +95,7 @@ class PassGraph:
                 self.successors[number[kind, source]].append((node, delay))
             self.predecessors.append(waits)
 
+    @cached_property
     def earliest_starts(self) -> list[float]:
         """When every node starts if one microbatch runs alone."""
         starts: list[float] = []
@@ -108,25 +110,30 @@ class PassGraph:
 
     def shortest_time(self, num_microbatches: int) -> float:
         """What no order takes less than: every rank has work to do, and some before and after."""
-        starts = self.earliest_starts()
-        left = [0.0] * len(self.passes)
-        for node in reversed(range(len(self.passes))):
-            for later, delay in self.successors[node]:
-                left[node] = max(left[node], delay + self.durations[later] + left[later])
         soonest = [math.inf] * self.num_ranks
-        rest = [math.inf] * self.num_ranks
-        for node, rank in enumerate(self.ranks):
-            soonest[rank] = min(soonest[rank], starts[node])
-            rest[rank] = min(rest[rank], left[node])
+        for rank, start in zip(self.ranks, self.earliest_starts, strict=True):
+            soonest[rank] = min(soonest[rank], start)
         return max(
             (
                 begin + num_microbatches * load + end
-                for begin, load, end in zip(soonest, self.loads(), rest, strict=True)
+                for begin, load, end in zip(soonest, self.loads, self.rests, strict=True)
                 if begin < math.inf
             ),
             default=0.0,
         )
 
+    @cached_property
+    def rests(self) -> list[float]:
+        """What at least comes after the last pass of every rank; endless where it has none."""
+        left = [0.0] * len(self.passes)
+        rests = [math.inf] * self.num_ranks
+        for node in reversed(range(len(self.passes))):
+            for later, delay in self.successors[node]:
+                left[node] = max(left[node], delay + self.durations[later] + left[later])
+            rests[self.ranks[node]] = min(rests[self.ranks[node]], left[node])
+        return rests
+
+    @cached_property
     def loads(self) -> list[float]:
         """The time that one microbatch takes of every rank."""
         loads = [0.0] * self.num_ranks
@@ -134,6 +141,7 @@ class PassGraph:
             loads[rank] += duration
         return loads
 
+    @cached_property
     def first_and_last(self) -> list[tuple[int, int]]:
         """The first and the last node of every segment that has a backward pass."""
         number = {one: node for node, one in enumerate(self.passes)}
@@ -143,10 +151,11 @@ class PassGraph:
             if kind.completes
         ]
 
+    @cached_property
     def begins_and_ends(self) -> list[tuple[int, list[int]]]:
         """For every rank with a backward pass: its first node, and the last nodes of segments."""
         found: dict[int, tuple[int, list[int]]] = {}
-        for first, last in self.first_and_last():
+        for first, last in self.first_and_last:
             begin, ends = found.setdefault(self.ranks[first], (first, []))
             found[self.ranks[first]] = min(begin, first), [*ends, last]
         return list(found.values())
@@ -189,6 +198,14 @@ class Policy:
     prefers: Preference = "backward"
     oldest_first: bool = False
     shuffle: int | None = None
+
+    @property
+    def waits_at_home(self) -> bool:
+        """Whether a pass is held back by others of its rank alone.
+
+        They come before it in the order, so a pipeline that keeps to the order takes as long.
+        """
+        return self.max_in_flight is None or self.rank_by_rank
 
 
 def simple_policies() -> list[Policy]:
@@ -277,13 +294,22 @@ _WITH_ROOM = (
 )
 
 
-def list_schedule(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[list[int]]:
+def list_schedule(
+    graph: PassGraph, num_microbatches: int, policy: Policy, limit: float = math.inf
+) -> list[list[int]] | None:
     """Runs the pipeline under a policy and returns every rank's tasks in order.
 
     Every wait is for an older microbatch or for a pass earlier in the same one, so that some rank
     can always go on.
+
+    Args:
+        graph: of the passes.
+        num_microbatches: how many there are.
+        policy: what a free rank prefers.
+        limit: None is returned for an order that takes so long, as soon as that is certain: when a
+            rank has been idle for too long for what it has left, and what comes after that.
     """
-    return _Run(graph, num_microbatches, policy).run()
+    return _Run(graph, num_microbatches, policy, limit).run()
 
 
 class _Run:
@@ -293,7 +319,16 @@ class _Run:
     the first that has not begun up to the first that waits.
     """
 
-    def __init__(self, graph: PassGraph, num_microbatches: int, policy: Policy) -> None:
+    def __init__(
+        self, graph: PassGraph, num_microbatches: int, policy: Policy, limit: float
+    ) -> None:
+        self.limit = limit if policy.waits_at_home else math.inf
+        #: When a rank must begin its next pass to be in time.
+        self.latest = [
+            self.limit - num_microbatches * load - rest
+            for load, rest in zip(graph.loads, graph.rests, strict=True)
+        ]
+        self.is_late = False
         self.graph = graph
         self.policy = policy
         self.num_nodes = len(graph.passes)
@@ -336,7 +371,7 @@ class _Run:
         self.events: list[tuple[float, int, int]] = []
         self.serial = 0
 
-    def run(self) -> list[list[int]]:
+    def run(self) -> list[list[int]] | None:
         for task, count in enumerate(self.waiting):
             if not count:
                 self._make_ready(task)
@@ -344,6 +379,8 @@ class _Run:
         while True:
             for rank in sorted(changed):
                 self._start_next(rank, now)
+            if self.is_late:
+                return None
             if not self.events:
                 break
             # All that happens at one time comes before any choice made at that time.
@@ -379,6 +416,8 @@ class _Run:
             node = min(can_run, key=lambda node: self._key(node, forward_class))
         task = begun[node] * self.num_nodes + node
         begun[node] += 1
+        self.is_late |= now >= self.latest[rank]
+        self.latest[rank] += self.graph.durations[node]
         if self.is_forward[node]:
             self.forwards_left[rank] -= 1
             self.kept[rank] += self.graph.kept[node]
@@ -470,16 +509,16 @@ def _memory_bounds(graph: PassGraph, policy: Policy) -> list[tuple[int, int, int
     """Waits (earlier, later, lag): microbatch m + lag at ``later`` is after m at ``earlier``."""
     bounds: list[tuple[int, int, int]] = []
     if policy.max_in_flight is not None and policy.rank_by_rank:
-        for starting, ending in graph.begins_and_ends():
+        for starting, ending in graph.begins_and_ends:
             bounds += [(end, starting, policy.max_in_flight) for end in ending]
     elif policy.max_in_flight is not None:
         starts_of_all = [node for node, waits in enumerate(graph.predecessors) if not waits]
         ends_of_all = [node for node, after in enumerate(graph.successors) if not after]
         bounds += [(e, s, policy.max_in_flight) for e in ends_of_all for s in starts_of_all]
     if policy.slack is not None:
-        starts = graph.earliest_starts()
-        period = max(graph.loads())
-        for first, last in graph.first_and_last():
+        starts = graph.earliest_starts
+        period = max(graph.loads)
+        for first, last in graph.first_and_last:
             held = starts[last] + graph.durations[last] - starts[first]
             # How many microbatches are held at once when one enters every period.
             needed = math.ceil(policy.slack * held / period - 1e-9) if period else 1
