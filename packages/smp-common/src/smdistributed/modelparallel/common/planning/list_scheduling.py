@@ -12,11 +12,11 @@ node ``n`` for microbatch ``m`` is the *task* ``m * num_nodes + n``.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import random
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 from smdistributed.modelparallel.common.planning.schedule import Kind, SegmentGraph
@@ -59,6 +59,10 @@ class PassGraph:
         ranks: pipeline rank of every node.
         durations: of every node.
         kept: of every node, the share of its segment in what its rank keeps of a microbatch.
+        is_forward: of every node.
+        is_last: of every node, whether nobody waits for it: it makes gradients of weights.
+        completes: of every node, whether its segment keeps nothing of the microbatch after it.
+        nodes: of every rank.
         predecessors: for every node, (node, delay) of what it waits for.
         successors: for every node, (node, delay) of what waits for it.
     """
@@ -74,6 +78,12 @@ class PassGraph:
             for (kind, _), segment in zip(self.passes, segments, strict=True)
         ]
         self.kept = [graph.kept[segment] for _, segment in self.passes]
+        self.is_forward = [kind is Kind.FORWARD for kind, _ in self.passes]
+        self.is_last = [kind is Kind.WEIGHT_GRADIENTS for kind, _ in self.passes]
+        self.completes = [kind.completes for kind, _ in self.passes]
+        self.nodes: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+        for node, rank in enumerate(self.ranks):
+            self.nodes[rank].append(node)
         num_bytes: dict[tuple[Kind, int, int], int] = {}
         for edge in graph.edges:
             forward = (Kind.FORWARD, edge.source, edge.target)
@@ -95,7 +105,7 @@ class PassGraph:
                 self.successors[number[kind, source]].append((node, delay))
             self.predecessors.append(waits)
 
-    @cached_property
+    @functools.cached_property
     def earliest_starts(self) -> list[float]:
         """When every node starts if one microbatch runs alone."""
         starts: list[float] = []
@@ -122,7 +132,7 @@ class PassGraph:
             default=0.0,
         )
 
-    @cached_property
+    @functools.cached_property
     def rests(self) -> list[float]:
         """What at least comes after the last pass of every rank; endless where it has none."""
         left = [0.0] * len(self.passes)
@@ -133,7 +143,7 @@ class PassGraph:
             rests[self.ranks[node]] = min(rests[self.ranks[node]], left[node])
         return rests
 
-    @cached_property
+    @functools.cached_property
     def loads(self) -> list[float]:
         """The time that one microbatch takes of every rank."""
         loads = [0.0] * self.num_ranks
@@ -141,7 +151,7 @@ class PassGraph:
             loads[rank] += duration
         return loads
 
-    @cached_property
+    @functools.cached_property
     def first_and_last(self) -> list[tuple[int, int]]:
         """The first and the last node of every segment that has a backward pass."""
         number = {one: node for node, one in enumerate(self.passes)}
@@ -151,7 +161,30 @@ class PassGraph:
             if kind.completes
         ]
 
-    @cached_property
+    @functools.cached_property
+    def needed(self) -> tuple[list[float], list[int | None]]:
+        """What forward passes wait for where a rank has so much room, by node.
+
+        Returns:
+            How much room is needed: what the pass and those after it on its rank keep. And the one
+            before it on its rank. So there is always room for the oldest microbatch: what would be
+            in its way began after it in a later segment, or left room for it.
+        """
+        needed = [0.0] * len(self.passes)
+        before: list[int | None] = [None] * len(self.passes)
+        later: list[float] = [0.0] * self.num_ranks
+        after: list[int | None] = [None] * self.num_ranks
+        for node in reversed(range(len(self.passes))):
+            if self.is_forward[node]:
+                rank = self.ranks[node]
+                later[rank] += self.kept[node]
+                needed[node] = later[rank]
+                if (following := after[rank]) is not None:
+                    before[following] = node
+                after[rank] = node
+        return needed, before
+
+    @functools.cached_property
     def begins_and_ends(self) -> list[tuple[int, list[int]]]:
         """For every rank with a backward pass: its first node, and the last nodes of segments."""
         found: dict[int, tuple[int, list[int]]] = {}
@@ -256,21 +289,10 @@ def zero_bubble_policies(
         active_microbatches: the bound.
         thorough: whether seconds are worth an order that is faster by a few hundredths.
     """
-    found = [
-        Policy(deepest, bound, slack, rank_by_rank=True)
-        for slack in (None, 1.5, 1.25, 1.0)
-        for bound in range(max(1, active_microbatches - 1), active_microbatches + 1)
-        for deepest in (True, False)
-    ]
-    found += [replace(policy, room=active_microbatches) for policy in _WITH_ROOM]
     ranks = [segment.rank for segment in graph.segments if segment.has_backward]
     # What a rank of one segment keeps are whole microbatches.
-    if thorough and len(set(ranks)) < len(ranks):
-        rooms = [max(1, active_microbatches - step) for step in _ROOMS]
-        shuffled = [Policy(shuffle=number) for number in range(_SHUFFLES)]
-        found += [replace(policy, room=room) for policy in _WITH_ROOM for room in rooms[1:]]
-        found += [replace(policy, room=room) for policy in shuffled for room in rooms]
-    return found
+    visits_again = len(set(ranks)) < len(ranks)
+    return list(_for_halves(active_microbatches, thorough and visits_again))
 
 
 #: By how much less a rank may keep than what is allowed, in microbatches.
@@ -292,6 +314,29 @@ _WITH_ROOM = (
     Policy(True, slack=1.5, oldest_first=True),
     Policy(True, prefers="alternate", oldest_first=True),
 )
+
+
+@functools.cache
+def _for_halves(active_microbatches: int, has_rooms: bool) -> tuple[Policy, ...]:
+    """Returns the policies for backward passes in two halves: a search asks for them many times.
+
+    Args:
+        active_microbatches: the bound.
+        has_rooms: whether some leave room that they are allowed.
+    """
+    found = [
+        Policy(deepest, bound, slack, rank_by_rank=True)
+        for slack in (None, 1.5, 1.25, 1.0)
+        for bound in range(max(1, active_microbatches - 1), active_microbatches + 1)
+        for deepest in (True, False)
+    ]
+    found += [replace(policy, room=active_microbatches) for policy in _WITH_ROOM]
+    if has_rooms:
+        rooms = [max(1, active_microbatches - step) for step in _ROOMS]
+        shuffled = [Policy(shuffle=number) for number in range(_SHUFFLES)]
+        found += [replace(policy, room=room) for policy in _WITH_ROOM for room in rooms[1:]]
+        found += [replace(policy, room=room) for policy in shuffled for room in rooms]
+    return tuple(found)
 
 
 def list_schedule(
@@ -340,18 +385,14 @@ class _Run:
             self.followers[earlier].append((later, 0.0, lag))
             for task in range(lag * self.num_nodes + later, len(self.waiting), self.num_nodes):
                 self.waiting[task] += 1
-        self.is_forward = [kind is Kind.FORWARD for kind, _ in graph.passes]
-        self.is_last = [kind is Kind.WEIGHT_GRADIENTS for kind, _ in graph.passes]
-        self.completes = [kind.completes for kind, _ in graph.passes]
+        self.is_forward, self.is_last = graph.is_forward, graph.is_last
+        self.completes, self.nodes = graph.completes, graph.nodes
         self.has_turns = policy.room is not None or policy.rank_by_rank
-        self.nodes: list[list[int]] = [[] for _ in range(graph.num_ranks)]
-        for node, rank in enumerate(graph.ranks):
-            self.nodes[rank].append(node)
         self.forwards_left = [0] * graph.num_ranks
         if policy.forwards_first:
             for rank, is_forward in zip(graph.ranks, self.is_forward, strict=True):
                 self.forwards_left[rank] += num_microbatches if is_forward else 0
-        self.needed, self.before = _needed(graph)
+        self.needed, self.before = graph.needed
         self.aging, self.preferences = 0.0, [0.0] * self.num_nodes
         if policy.shuffle is not None:
             chance = random.Random(policy.shuffle)  # the same on all ranks
@@ -480,29 +521,6 @@ class _Run:
     def _push_event(self, time: float, what: int) -> None:
         heapq.heappush(self.events, (time, self.serial, what))
         self.serial += 1
-
-
-def _needed(graph: PassGraph) -> tuple[list[float], list[int | None]]:
-    """What forward passes wait for where a rank has so much room, by node.
-
-    Returns:
-        How much room is needed: what the pass and those after it on its rank keep. And the one
-        before it on its rank. So there is always room for the oldest microbatch: what would be
-        in its way began after it in a later segment, or left room for it.
-    """
-    needed = [0.0] * len(graph.passes)
-    before: list[int | None] = [None] * len(graph.passes)
-    later: list[float] = [0.0] * graph.num_ranks
-    after: list[int | None] = [None] * graph.num_ranks
-    for node in reversed(range(len(graph.passes))):
-        kind, rank = graph.passes[node][0], graph.ranks[node]
-        if kind is Kind.FORWARD:
-            later[rank] += graph.kept[node]
-            needed[node] = later[rank]
-            if (following := after[rank]) is not None:
-                before[following] = node
-            after[rank] = node
-    return needed, before
 
 
 def _memory_bounds(graph: PassGraph, policy: Policy) -> list[tuple[int, int, int]]:
