@@ -99,9 +99,12 @@ def test_copies_do_not_finalize_what_all_of_them_have(
         "import os, weakref\n"
         "def kept(): ...\n"
         f"weakref.finalize(kept, os.mkdir, {str(tmp_path / 'finalized')!r})\n"
+        "def prepare():\n"
+        f"    weakref.finalize(kept, os.mkdir, {str(tmp_path / 'prepared')!r})\n"
     )
     run_ranks(2, add_up, launcher="fork", timeout=60, preload=(module.stem,))
     assert not (tmp_path / "finalized").exists()
+    assert not (tmp_path / "prepared").exists()
 
 
 def test_a_copy_of_a_process_uses_the_same_server() -> None:

@@ -15,7 +15,10 @@ from smdistributed.modelparallel.common.planning import simulator
 from smdistributed.modelparallel.common.planning.list_scheduling import (
     PassGraph,
     Policy,
+    interleaved_policies,
     list_schedule,
+    simple_policies,
+    zero_bubble_policies,
 )
 from smdistributed.modelparallel.common.planning.schedule import (
     Action,
@@ -256,9 +259,11 @@ def test_nothing_else_is_tried_once_no_order_can_be_faster(
 ) -> None:
     tried: list[Policy] = []
 
-    def run(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[list[int]]:
+    def run(
+        graph: PassGraph, num_microbatches: int, policy: Policy, limit: float
+    ) -> list[list[int]] | None:
         tried.append(policy)
-        return list_schedule(graph, num_microbatches, policy)
+        return list_schedule(graph, num_microbatches, policy, limit)
 
     monkeypatch.setattr(simulator, "list_schedule", run)
     graph = chain(range(4))
@@ -331,6 +336,28 @@ def test_every_plan_is_valid(
     again = build_schedule(graph, num_microbatches, pipeline, active, costs)
     assert again.schedule.digest() == timeline.schedule.digest()
     assert_receives_can_follow_the_senders_order(graph, timeline.schedule, num_microbatches)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(),
+    num_microbatches=st.integers(1, 7),
+    active=st.integers(1, 8),
+    costs=st.sampled_from([CostModel(), CostModel(0.2, 0.01, 0.05)]),
+)
+def test_only_orders_that_take_too_long_are_given_up(
+    graph: SegmentGraph, num_microbatches: int, active: int, costs: CostModel
+) -> None:
+    passes = PassGraph(graph, costs)
+    policies = [*simple_policies(), *interleaved_policies(active)]
+    policies += zero_bubble_policies(graph, active, thorough=True)
+    for policy in policies[::3]:
+        order = list_schedule(passes, num_microbatches, policy)
+        assert order is not None
+        longest = max(simulator._end_times(passes, num_microbatches, order), default=0.0)
+        assert list_schedule(passes, num_microbatches, policy, longest * 1.001 + 1e-6) == order
+        if policy.waits_at_home and longest:
+            assert list_schedule(passes, num_microbatches, policy, longest * 0.999) is None
 
 
 def assert_receives_can_follow_the_senders_order(

@@ -63,3 +63,56 @@ def test_a_cache_that_no_module_has_is_found() -> None:
     caches.look_for_new()
     caches.clear()
     assert not own.cache_info().currsize
+
+
+@functools.cache
+def settings() -> dict[str, Any]:
+    return {}
+
+
+def cache_of(module: str) -> Any:
+    def value_of(number: int, held: Any) -> Any:
+        return [held.value]
+
+    value_of.__module__ = module
+    return functools.cache(value_of)
+
+
+@pytest.mark.parametrize("module", ["torch.anything", "script"])
+def test_what_is_cached_since_is_found(module: str) -> None:
+    of_whom = cache_of(module)
+    of_whom(0, Holder(torch.ones(2)))
+    caches = FunctionCaches()
+    caches.look_for_new()
+    with FakeTensorMode():
+        of_whom(1, Holder(torch.ones(2)))
+    for _ in range(2):
+        caches.look_for_new()
+    caches.clear()
+    assert not of_whom.cache_info().currsize
+
+
+def test_what_is_put_later_into_an_object_of_a_cache_is_found() -> None:
+    kept = settings()
+    caches = FunctionCaches()
+    caches.look_for_new()
+    with FakeTensorMode():
+        kept["tensor"] = torch.ones(2)
+    caches.look_for_new()
+    caches.clear()
+    assert not settings.cache_info().currsize
+
+
+def test_fakes_are_found_again_by_who_has_not_looked_yet() -> None:
+    of_torch = cache_of("torch.anything")
+    with FakeTensorMode():
+        of_torch(0, Holder(torch.ones(2)))
+    FunctionCaches().look_for_new()
+    caches = FunctionCaches()
+    caches.look_for_new()
+    caches.clear()
+    assert not of_torch.cache_info().currsize
+    with FakeTensorMode():
+        of_torch(0, Holder(torch.ones(2)))
+    caches.clear()
+    assert not of_torch.cache_info().currsize

@@ -276,15 +276,15 @@ def main() -> object:
     link, door = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     gc.disable()  # what is imported stays: to look through it time and again takes a second
     preloaded = [importlib.import_module(name) for name in sys.argv[3:]]
-    # What copies share with the server they need not take apart, each for itself, at their end.
-    for finalizer in list(vars(weakref.finalize)["_registry"]):
-        finalizer.atexit = False
     gc.collect()
     gc.freeze()
     gc.enable()
     for module in preloaded:
         if prepare := vars(module).get("prepare"):
             prepare()
+    # What copies share with the server they need not take apart, each for itself, at their end.
+    for finalizer in list(vars(weakref.finalize)["_registry"]):
+        finalizer.atexit = False
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(
             f"importing {', '.join(sys.argv[3:])} started threads: no copy has them."

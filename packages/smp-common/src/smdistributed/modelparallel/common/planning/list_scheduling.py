@@ -12,6 +12,7 @@ node ``n`` for microbatch ``m`` is the *task* ``m * num_nodes + n``.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import random
@@ -58,6 +59,10 @@ class PassGraph:
         ranks: pipeline rank of every node.
         durations: of every node.
         kept: of every node, the share of its segment in what its rank keeps of a microbatch.
+        is_forward: of every node.
+        is_last: of every node, whether nobody waits for it: it makes gradients of weights.
+        completes: of every node, whether its segment keeps nothing of the microbatch after it.
+        nodes: of every rank.
         predecessors: for every node, (node, delay) of what it waits for.
         successors: for every node, (node, delay) of what waits for it.
     """
@@ -73,6 +78,12 @@ class PassGraph:
             for (kind, _), segment in zip(self.passes, segments, strict=True)
         ]
         self.kept = [graph.kept[segment] for _, segment in self.passes]
+        self.is_forward = [kind is Kind.FORWARD for kind, _ in self.passes]
+        self.is_last = [kind is Kind.WEIGHT_GRADIENTS for kind, _ in self.passes]
+        self.completes = [kind.completes for kind, _ in self.passes]
+        self.nodes: list[list[int]] = [[] for _ in range(graph.num_ranks)]
+        for node, rank in enumerate(self.ranks):
+            self.nodes[rank].append(node)
         num_bytes: dict[tuple[Kind, int, int], int] = {}
         for edge in graph.edges:
             forward = (Kind.FORWARD, edge.source, edge.target)
@@ -94,6 +105,7 @@ class PassGraph:
                 self.successors[number[kind, source]].append((node, delay))
             self.predecessors.append(waits)
 
+    @functools.cached_property
     def earliest_starts(self) -> list[float]:
         """When every node starts if one microbatch runs alone."""
         starts: list[float] = []
@@ -108,25 +120,30 @@ class PassGraph:
 
     def shortest_time(self, num_microbatches: int) -> float:
         """What no order takes less than: every rank has work to do, and some before and after."""
-        starts = self.earliest_starts()
-        left = [0.0] * len(self.passes)
-        for node in reversed(range(len(self.passes))):
-            for later, delay in self.successors[node]:
-                left[node] = max(left[node], delay + self.durations[later] + left[later])
         soonest = [math.inf] * self.num_ranks
-        rest = [math.inf] * self.num_ranks
-        for node, rank in enumerate(self.ranks):
-            soonest[rank] = min(soonest[rank], starts[node])
-            rest[rank] = min(rest[rank], left[node])
+        for rank, start in zip(self.ranks, self.earliest_starts, strict=True):
+            soonest[rank] = min(soonest[rank], start)
         return max(
             (
                 begin + num_microbatches * load + end
-                for begin, load, end in zip(soonest, self.loads(), rest, strict=True)
+                for begin, load, end in zip(soonest, self.loads, self.rests, strict=True)
                 if begin < math.inf
             ),
             default=0.0,
         )
 
+    @functools.cached_property
+    def rests(self) -> list[float]:
+        """What at least comes after the last pass of every rank; endless where it has none."""
+        left = [0.0] * len(self.passes)
+        rests = [math.inf] * self.num_ranks
+        for node in reversed(range(len(self.passes))):
+            for later, delay in self.successors[node]:
+                left[node] = max(left[node], delay + self.durations[later] + left[later])
+            rests[self.ranks[node]] = min(rests[self.ranks[node]], left[node])
+        return rests
+
+    @functools.cached_property
     def loads(self) -> list[float]:
         """The time that one microbatch takes of every rank."""
         loads = [0.0] * self.num_ranks
@@ -134,6 +151,7 @@ class PassGraph:
             loads[rank] += duration
         return loads
 
+    @functools.cached_property
     def first_and_last(self) -> list[tuple[int, int]]:
         """The first and the last node of every segment that has a backward pass."""
         number = {one: node for node, one in enumerate(self.passes)}
@@ -143,10 +161,34 @@ class PassGraph:
             if kind.completes
         ]
 
+    @functools.cached_property
+    def needed(self) -> tuple[list[float], list[int | None]]:
+        """What forward passes wait for where a rank has so much room, by node.
+
+        Returns:
+            How much room is needed: what the pass and those after it on its rank keep. And the one
+            before it on its rank. So there is always room for the oldest microbatch: what would be
+            in its way began after it in a later segment, or left room for it.
+        """
+        needed = [0.0] * len(self.passes)
+        before: list[int | None] = [None] * len(self.passes)
+        later: list[float] = [0.0] * self.num_ranks
+        after: list[int | None] = [None] * self.num_ranks
+        for node in reversed(range(len(self.passes))):
+            if self.is_forward[node]:
+                rank = self.ranks[node]
+                later[rank] += self.kept[node]
+                needed[node] = later[rank]
+                if (following := after[rank]) is not None:
+                    before[following] = node
+                after[rank] = node
+        return needed, before
+
+    @functools.cached_property
     def begins_and_ends(self) -> list[tuple[int, list[int]]]:
         """For every rank with a backward pass: its first node, and the last nodes of segments."""
         found: dict[int, tuple[int, list[int]]] = {}
-        for first, last in self.first_and_last():
+        for first, last in self.first_and_last:
             begin, ends = found.setdefault(self.ranks[first], (first, []))
             found[self.ranks[first]] = min(begin, first), [*ends, last]
         return list(found.values())
@@ -189,6 +231,14 @@ class Policy:
     prefers: Preference = "backward"
     oldest_first: bool = False
     shuffle: int | None = None
+
+    @property
+    def waits_at_home(self) -> bool:
+        """Whether a pass is held back by others of its rank alone.
+
+        They come before it in the order, so a pipeline that keeps to the order takes as long.
+        """
+        return self.max_in_flight is None or self.rank_by_rank
 
 
 def simple_policies() -> list[Policy]:
@@ -239,21 +289,10 @@ def zero_bubble_policies(
         active_microbatches: the bound.
         thorough: whether seconds are worth an order that is faster by a few hundredths.
     """
-    found = [
-        Policy(deepest, bound, slack, rank_by_rank=True)
-        for slack in (None, 1.5, 1.25, 1.0)
-        for bound in range(max(1, active_microbatches - 1), active_microbatches + 1)
-        for deepest in (True, False)
-    ]
-    found += [replace(policy, room=active_microbatches) for policy in _WITH_ROOM]
     ranks = [segment.rank for segment in graph.segments if segment.has_backward]
     # What a rank of one segment keeps are whole microbatches.
-    if thorough and len(set(ranks)) < len(ranks):
-        rooms = [max(1, active_microbatches - step) for step in _ROOMS]
-        shuffled = [Policy(shuffle=number) for number in range(_SHUFFLES)]
-        found += [replace(policy, room=room) for policy in _WITH_ROOM for room in rooms[1:]]
-        found += [replace(policy, room=room) for policy in shuffled for room in rooms]
-    return found
+    visits_again = len(set(ranks)) < len(ranks)
+    return list(_for_halves(active_microbatches, thorough and visits_again))
 
 
 #: By how much less a rank may keep than what is allowed, in microbatches.
@@ -277,13 +316,45 @@ _WITH_ROOM = (
 )
 
 
-def list_schedule(graph: PassGraph, num_microbatches: int, policy: Policy) -> list[list[int]]:
+@functools.cache
+def _for_halves(active_microbatches: int, has_rooms: bool) -> tuple[Policy, ...]:
+    """Returns the policies for backward passes in two halves: a search asks for them many times.
+
+    Args:
+        active_microbatches: the bound.
+        has_rooms: whether some leave room that they are allowed.
+    """
+    found = [
+        Policy(deepest, bound, slack, rank_by_rank=True)
+        for slack in (None, 1.5, 1.25, 1.0)
+        for bound in range(max(1, active_microbatches - 1), active_microbatches + 1)
+        for deepest in (True, False)
+    ]
+    found += [replace(policy, room=active_microbatches) for policy in _WITH_ROOM]
+    if has_rooms:
+        rooms = [max(1, active_microbatches - step) for step in _ROOMS]
+        shuffled = [Policy(shuffle=number) for number in range(_SHUFFLES)]
+        found += [replace(policy, room=room) for policy in _WITH_ROOM for room in rooms[1:]]
+        found += [replace(policy, room=room) for policy in shuffled for room in rooms]
+    return tuple(found)
+
+
+def list_schedule(
+    graph: PassGraph, num_microbatches: int, policy: Policy, limit: float = math.inf
+) -> list[list[int]] | None:
     """Runs the pipeline under a policy and returns every rank's tasks in order.
 
     Every wait is for an older microbatch or for a pass earlier in the same one, so that some rank
     can always go on.
+
+    Args:
+        graph: of the passes.
+        num_microbatches: how many there are.
+        policy: what a free rank prefers.
+        limit: None is returned for an order that takes so long, as soon as that is certain: when a
+            rank has been idle for too long for what it has left, and what comes after that.
     """
-    return _Run(graph, num_microbatches, policy).run()
+    return _Run(graph, num_microbatches, policy, limit).run()
 
 
 class _Run:
@@ -293,7 +364,16 @@ class _Run:
     the first that has not begun up to the first that waits.
     """
 
-    def __init__(self, graph: PassGraph, num_microbatches: int, policy: Policy) -> None:
+    def __init__(
+        self, graph: PassGraph, num_microbatches: int, policy: Policy, limit: float
+    ) -> None:
+        self.limit = limit if policy.waits_at_home else math.inf
+        #: When a rank must begin its next pass to be in time.
+        self.latest = [
+            self.limit - num_microbatches * load - rest
+            for load, rest in zip(graph.loads, graph.rests, strict=True)
+        ]
+        self.is_late = False
         self.graph = graph
         self.policy = policy
         self.num_nodes = len(graph.passes)
@@ -305,18 +385,14 @@ class _Run:
             self.followers[earlier].append((later, 0.0, lag))
             for task in range(lag * self.num_nodes + later, len(self.waiting), self.num_nodes):
                 self.waiting[task] += 1
-        self.is_forward = [kind is Kind.FORWARD for kind, _ in graph.passes]
-        self.is_last = [kind is Kind.WEIGHT_GRADIENTS for kind, _ in graph.passes]
-        self.completes = [kind.completes for kind, _ in graph.passes]
+        self.is_forward, self.is_last = graph.is_forward, graph.is_last
+        self.completes, self.nodes = graph.completes, graph.nodes
         self.has_turns = policy.room is not None or policy.rank_by_rank
-        self.nodes: list[list[int]] = [[] for _ in range(graph.num_ranks)]
-        for node, rank in enumerate(graph.ranks):
-            self.nodes[rank].append(node)
         self.forwards_left = [0] * graph.num_ranks
         if policy.forwards_first:
             for rank, is_forward in zip(graph.ranks, self.is_forward, strict=True):
                 self.forwards_left[rank] += num_microbatches if is_forward else 0
-        self.needed, self.before = _needed(graph)
+        self.needed, self.before = graph.needed
         self.aging, self.preferences = 0.0, [0.0] * self.num_nodes
         if policy.shuffle is not None:
             chance = random.Random(policy.shuffle)  # the same on all ranks
@@ -336,7 +412,7 @@ class _Run:
         self.events: list[tuple[float, int, int]] = []
         self.serial = 0
 
-    def run(self) -> list[list[int]]:
+    def run(self) -> list[list[int]] | None:
         for task, count in enumerate(self.waiting):
             if not count:
                 self._make_ready(task)
@@ -344,6 +420,8 @@ class _Run:
         while True:
             for rank in sorted(changed):
                 self._start_next(rank, now)
+            if self.is_late:
+                return None
             if not self.events:
                 break
             # All that happens at one time comes before any choice made at that time.
@@ -379,6 +457,8 @@ class _Run:
             node = min(can_run, key=lambda node: self._key(node, forward_class))
         task = begun[node] * self.num_nodes + node
         begun[node] += 1
+        self.is_late |= now >= self.latest[rank]
+        self.latest[rank] += self.graph.durations[node]
         if self.is_forward[node]:
             self.forwards_left[rank] -= 1
             self.kept[rank] += self.graph.kept[node]
@@ -443,43 +523,20 @@ class _Run:
         self.serial += 1
 
 
-def _needed(graph: PassGraph) -> tuple[list[float], list[int | None]]:
-    """What forward passes wait for where a rank has so much room, by node.
-
-    Returns:
-        How much room is needed: what the pass and those after it on its rank keep. And the one
-        before it on its rank. So there is always room for the oldest microbatch: what would be
-        in its way began after it in a later segment, or left room for it.
-    """
-    needed = [0.0] * len(graph.passes)
-    before: list[int | None] = [None] * len(graph.passes)
-    later: list[float] = [0.0] * graph.num_ranks
-    after: list[int | None] = [None] * graph.num_ranks
-    for node in reversed(range(len(graph.passes))):
-        kind, rank = graph.passes[node][0], graph.ranks[node]
-        if kind is Kind.FORWARD:
-            later[rank] += graph.kept[node]
-            needed[node] = later[rank]
-            if (following := after[rank]) is not None:
-                before[following] = node
-            after[rank] = node
-    return needed, before
-
-
 def _memory_bounds(graph: PassGraph, policy: Policy) -> list[tuple[int, int, int]]:
     """Waits (earlier, later, lag): microbatch m + lag at ``later`` is after m at ``earlier``."""
     bounds: list[tuple[int, int, int]] = []
     if policy.max_in_flight is not None and policy.rank_by_rank:
-        for starting, ending in graph.begins_and_ends():
+        for starting, ending in graph.begins_and_ends:
             bounds += [(end, starting, policy.max_in_flight) for end in ending]
     elif policy.max_in_flight is not None:
         starts_of_all = [node for node, waits in enumerate(graph.predecessors) if not waits]
         ends_of_all = [node for node, after in enumerate(graph.successors) if not after]
         bounds += [(e, s, policy.max_in_flight) for e in ends_of_all for s in starts_of_all]
     if policy.slack is not None:
-        starts = graph.earliest_starts()
-        period = max(graph.loads())
-        for first, last in graph.first_and_last():
+        starts = graph.earliest_starts
+        period = max(graph.loads)
+        for first, last in graph.first_and_last:
             held = starts[last] + graph.durations[last] - starts[first]
             # How many microbatches are held at once when one enters every period.
             needed = math.ceil(policy.slack * held / period - 1e-9) if period else 1

@@ -249,7 +249,9 @@ def build_schedule(
     usual = _HALVES_BUDGET if pipeline == "zero_bubble" else _TASK_BUDGET
     budget = usual if task_budget is None else task_budget
     for policy in policies[: max(_MIN_POLICIES, budget // num_tasks)]:
-        orders = list_schedule(passes, num_microbatches, policy)
+        orders = list_schedule(passes, num_microbatches, policy, limit=best_makespan)
+        if orders is None:
+            continue  # it takes as long
         makespan = max(_end_times(passes, num_microbatches, orders), default=0.0)
         # Rounding must not decide between orders that are equally fast.
         if makespan < best_makespan * (1 - _ROUNDING):

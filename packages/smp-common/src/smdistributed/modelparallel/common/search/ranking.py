@@ -232,7 +232,7 @@ class Search:
             stride = min(stride, configuration.partitions + _STRIDE)
         timeline = self._simulated(each, stride)
         graph = _graph(each.stages, each.time, configuration.pipeline)
-        loads = PassGraph(graph, CostModel()).loads()
+        loads = PassGraph(graph, CostModel()).loads
         passes = timeline.makespan + (configuration.microbatches - stride) * max(loads)
         return Estimate(
             configuration,
