@@ -552,7 +552,7 @@ def test_models_in_slices_beside_a_pipeline_are_copied_asked_and_differentiated(
     worlds: Worlds,
 ) -> None:
     copies = [
-        "deepcopy, before, averaged, called",
+        "deepcopy, before, averaged by views, called",
         "averaged model, after, the model crossed, the net called",
     ]
     for found in run(worlds, WORLDS["pp2-tp2"], try_copies, copies):
