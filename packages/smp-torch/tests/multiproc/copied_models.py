@@ -32,6 +32,14 @@ def _averaged(run: Run) -> None:
         mean.mul_(0.5).add_(each, alpha=0.5)
 
 
+@torch.no_grad()
+def _averaged_by_views(run: Run) -> None:
+    """Writes to what ``detach`` gives, as ``AveragedModel.update_parameters`` does."""
+    pairs = [(mean.detach(), each.detach()) for mean, each in _pairs(run)]
+    for mean, each in pairs:
+        mean.detach().copy_(0.5 * mean + 0.5 * each)
+
+
 def _averaged_by_data(run: Run) -> None:
     for mean, each in _pairs(run):
         mean.data = 0.5 * mean.data + 0.5 * each.data
@@ -133,6 +141,7 @@ MADE: dict[str, Callable[[Run], Any]] = {
 CHANGED: dict[str, Act] = {
     "as it is": lambda run: None,
     "averaged": _averaged,
+    "averaged by views": _averaged_by_views,
     "averaged by data": _averaged_by_data,
     "zeroed by data": _zeroed_by_data,
     "shared": _shared,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import drawn_between
 import habits
 import pytest
 from test_equality import WORLDS as PIPELINES
@@ -51,6 +52,10 @@ def different_numbers() -> str:
     return habits.different_numbers()
 
 
+def drawn(*given: Any) -> list[str]:
+    return drawn_between.drawn_between(*given)
+
+
 def has_partitions(world: str) -> bool:
     """Whether a world has several partitions."""
     return world.startswith("pp")
@@ -60,6 +65,17 @@ def is_exact(worlds: Worlds, world: str, population: Any, *given: Any) -> None:
     """Runs a population, of which all must be exact on all ranks."""
     for found in run(worlds, WORLDS[world], population, *given):
         assert set(found["counts"]) == {"exact"}, found["told"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_scripts_draw_between_steps(worlds: Worlds, world: str) -> None:
+    assert not any(run(worlds, WORLDS[world], drawn))
+
+
+@pytest.mark.parametrize("world", ["one", "pp2-copies"])
+def test_some_that_scripts_draw_between_steps(worlds: Worlds, world: str) -> None:
+    assert not any(run(worlds, WORLDS[world], drawn, drawn_between.SOME))
 
 
 @pytest.mark.slow

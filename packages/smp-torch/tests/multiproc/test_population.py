@@ -191,8 +191,8 @@ ONE_WORLD = (
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
 #: Where ranks have parts of parameters, which are whole between two steps.
 IN_PARTS = {"sdp2": IN_SHARDS, **dict.fromkeys(("tp2", "tp2-auto"), ("at rest",))}
-#: Beside a pipeline slices are copied, called between steps and asked about, too.
-IN_BOTH = {"pp2-tp2": ("at rest", "copies", "asked")}
+#: Beside a pipeline slices are copied, called between steps, asked about and differentiated, too.
+IN_BOTH = {"pp2-tp2": ("at rest", "copies", "asked", "asked gradients")}
 #: The worlds in which some populations alone are tried.
 IN_SOME = {
     **IN_PARTS,
@@ -551,15 +551,20 @@ def test_numbers_of_single_parameters_come_from_the_ranks_that_have_them(worlds:
         assert set(found.values()) == {"exact"}
 
 
-def test_models_in_slices_beside_a_pipeline_are_copied_called_and_asked(worlds: Worlds) -> None:
+def test_models_in_slices_beside_a_pipeline_are_copied_asked_and_differentiated(
+    worlds: Worlds,
+) -> None:
     copies = [
-        "deepcopy, before, averaged, called",
+        "deepcopy, before, averaged by views, called",
         "averaged model, after, the model crossed, the net called",
     ]
     for found in run(worlds, WORLDS["pp2-tp2"], try_copies, copies):
         assert set(found.values()) == {"exact"}
     questions = ["branch, middle, norm", "two, end, tanh"]
     for found in run(worlds, WORLDS["pp2-tp2"], try_asked, questions):
+        assert set(found.values()) == {"exact"}
+    gradients = ["penalty, maps, at times", "map, maps, step"]
+    for found in run(worlds, WORLDS["pp2-tp2"], try_asked_gradients, gradients):
         assert set(found.values()) == {"exact"}
 
 

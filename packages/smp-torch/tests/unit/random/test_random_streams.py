@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.random.keys import StepRandom, draw_step_seed
+from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.random.modules import RandomStreams
+from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.costs.meter import Draws
 
 ONE_DRAW = Draws(1, frozenset({F.dropout}))
@@ -240,7 +241,33 @@ def test_what_a_capture_draws_on_the_host_is_put_back(error: Exception | None) -
 
 def test_the_seed_of_a_step_is_drawn_on_the_host_whatever_the_default_device() -> None:
     torch.manual_seed(3)
-    expected = draw_step_seed()
+    before, expected = torch.random.get_rng_state(), StepSeed().number
     torch.manual_seed(3)
     with torch.device("meta"):
-        assert draw_step_seed() == expected
+        seed = StepSeed()
+        assert seed.number == expected
+        seed.give_back()
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_seed_is_not_given_back_where_something_has_drawn_since() -> None:
+    torch.manual_seed(3)
+    expected = [StepSeed().number, int(torch.randint(9, ())), int(torch.randint(9, ()))]
+    torch.manual_seed(3)
+    seed = StepSeed()
+    found = [seed.number, int(torch.randint(9, ()))]
+    seed.give_back()
+    assert [*found, int(torch.randint(9, ()))] == expected
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_step_has_drawn_where_a_generator_has_moved(drops: bool) -> None:
+    stream, first, _ = streams()
+    first.train(drops)
+    stream.begin(11)
+    stream.enter_pass(0, backward=False)
+    first(torch.ones(8))
+    assert stream.has_drawn == drops
+    stream.end()
+    stream.begin(12)
+    assert not stream.has_drawn

@@ -30,6 +30,8 @@ from smdistributed.modelparallel.torch.absence.owned import (
     own_up,
     owned_in,
 )
+from smdistributed.modelparallel.torch.absence.set_data import set_data
+from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor
 from smdistributed.modelparallel.torch.compat.private.below import (
     operated_by,
     past_operations,
@@ -178,6 +180,7 @@ def hide(tensor: torch.Tensor, kind: type[Any], lying: Lying) -> None:
     """Takes the memory of a whole tensor away; what it was part of is in parts."""
     with changing_memory():
         hide_within(tensor, kind, lying)
+    lying.blocks.note_seen_by(tensor)
 
 
 def show(tensor: Any, data: torch.Tensor) -> None:
@@ -362,10 +365,15 @@ class Shown:
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a function with the whole tensors; returns what it does of those given."""
+        owned = {id(each) for each, *_ in self._given if is_owned(each)}
         try:
             with WritesCounted():
                 return self._call(func, args, kwargs)
         finally:
+            for each, _, lying in self._given:
+                is_owned_now = is_owned(each) and id(each) not in owned
+                if isinstance(each, AbsentTensor) or is_owned_now:
+                    _write_to_others(each, lying)
             for blocks, whole in [*self.wholes.items()]:
                 if operated_by(whole) is not None:  # another partition has what was written to it
                     blocks.let_go()
@@ -454,6 +462,27 @@ class Shown:
                 blocks = whole_at[storage_of(each)]
                 raise _refusal(func, blocks, "would let another tensor see the memory of")
         return found
+
+
+def _write_to_others(tensor: Any, lying: Lying) -> None:
+    """Has what sees the same whole as a tensor be of the partition whose values that was given.
+
+    Args:
+        tensor: absent, or owned, since a call.
+        lying: in the whole, before that.
+    """
+    if not lying.is_all:
+        return
+    for each in lying.blocks.seen_by:
+        other: Any = each
+        is_same = isinstance(other, InParts) and other.lying.blocks is lying.blocks
+        if other is tensor or not is_same or not other.lying.is_all:
+            continue
+        if isinstance(tensor, AbsentTensor):
+            show(other, lying.blocks.values)
+            set_data(other, tensor, tensor.absent.origin)
+        else:
+            own_up(other, tensor.owned)
 
 
 def _followed(func: Any, args: Any, kwargs: Any) -> Any:

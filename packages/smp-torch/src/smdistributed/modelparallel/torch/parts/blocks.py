@@ -13,6 +13,9 @@ from smdistributed.modelparallel.common.pieces import Part, Rectangle
 from smdistributed.modelparallel.torch.absence.tensors import vacant
 from smdistributed.modelparallel.torch.compat.private.below import operated_by
 
+#: How many tensors may have seen the memory of one until those that are gone are forgotten.
+_MOST_SEEING = 64
+
 
 class Home(Protocol):
     """What brings the parts of one model's tensors together.
@@ -80,6 +83,18 @@ class Blocks:
         self._home = weakref.ref(home)  # which has the parameter, too
         self.key = key
         self.is_gradient = is_gradient
+        self._seen_by: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def note_seen_by(self, tensor: torch.Tensor) -> None:
+        """Takes note of a tensor that stands for the whole, or sees the memory of that."""
+        if len(self._seen_by) > _MOST_SEEING:
+            self._seen_by = {id(each): weakref.ref(each) for each in self.seen_by}
+        self._seen_by[id(tensor)] = weakref.ref(tensor)
+
+    @property
+    def seen_by(self) -> list[torch.Tensor]:
+        """What stands for the whole, or sees the memory of that, as far as it was noted."""
+        return [each for seeing in self._seen_by.values() if (each := seeing()) is not None]
 
     @property
     def home(self) -> Home:

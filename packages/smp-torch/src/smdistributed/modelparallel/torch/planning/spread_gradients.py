@@ -37,7 +37,6 @@ from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.replicated import sources
 from smdistributed.modelparallel.torch.state.carried import Carried
-from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 from smdistributed.modelparallel.torch.tensors.functions import SWITCHING_GRADIENTS
 from smdistributed.modelparallel.torch.tensors.nested import placeholders, retemplate
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
@@ -470,13 +469,6 @@ class _Spreading:
                 raise _refused(
                     f"{each.name}, which is given an object with state (a cache, say)",
                     "Return tensors and pass them on, or do it inside one module.",
-                )
-            if each.kind is NodeKind.LEAF and any(
-                isinstance(module, DistributedModule) for module in each.target.modules()
-            ):
-                raise _refused(
-                    f"{each.name}, in which tensor-parallel ranks compute a module together",
-                    "Leave tensor parallelism out, or put the modules between on one partition.",
                 )
             if keeps_state(each.stateful) or each.adds:
                 raise _refused(

@@ -3,8 +3,8 @@
 Every draw of a step has a key: the module in whose own forward it happens, the number of that
 module's call, and the number of the draw in the call. The generators are seeded from the step, the
 microbatch and the key, and put back afterwards, so a mask is the same whichever rank computes it
-and in whichever order. One seed a step comes from the user's own generator, which advances by that
-one draw and is left alone otherwise.
+and in whichever order. One seed a step comes from the user's own generator, see ``step_seed``,
+which is left alone otherwise.
 
 A recomputation in the backward pass (activation checkpointing) enters the same modules again and
 must see the same numbers, so it repeats the keys of the forward pass: a function that torch's
@@ -40,6 +40,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_function_modes,
     past_transforms,
 )
+from smdistributed.modelparallel.torch.state.python_random import python_draws
 
 #: Of a draw: the module's name, the number of its call, the number of the draw in that.
 _Key = tuple[str, int, int]
@@ -60,11 +61,6 @@ class SeesDraws(Protocol):
 
     def has_drawn(self, has: Callable[[], bool]) -> bool:
         """Tells whether the innermost draw has drawn numbers, which ``has`` tells, too."""
-
-
-def draw_step_seed() -> int:
-    """Draws the seed of a step from the user's generator."""
-    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
 class CapturedDraws:
@@ -136,6 +132,7 @@ class CapturedDraws:
     def seed(self) -> None:
         """Seeds the draws for the step and the microbatch in progress; a launch follows."""
         self._is_seeded = True
+        self._random.launched.append(self)
         for generator, (key, lane) in zip(self.generators, self._keys, strict=False):
             generator.manual_seed(self._random.seed_of(key, lane))
 
@@ -143,27 +140,32 @@ class CapturedDraws:
 class _Seeded:
     """A context in which generators are seeded; a plain class, since each draw enters one."""
 
-    __slots__ = ("_generators", "_key", "_seed", "_states", "_under_way")
+    __slots__ = ("_generators", "_key", "_random", "_seed", "_states")
 
     def __init__(
-        self, generators: list[torch.Generator], seed: int, key: _Key, under_way: list[_Key]
+        self, random: StepRandom, generators: list[torch.Generator], seed: int, key: _Key
     ) -> None:
+        self._random = random
         self._generators = generators
         self._seed = seed
         self._key = key
-        self._under_way = under_way
 
     def __enter__(self) -> None:
         # No mode sees what generators do themselves.
-        self._under_way.append(self._key)
+        self._random.under_way.append(self._key)
         self._states = [generator.get_state() for generator in self._generators]
         for generator in self._generators:
             generator.manual_seed(self._seed)
 
     def __exit__(self, *exception: object) -> None:
+        if self._random.is_real and not self._random.has_moved:
+            moved = self._random.state()
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
+            self._random.has_moved = moved != self._random.state()
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
-        self._under_way.pop()
+        self._random.under_way.pop()
 
 
 class StepRandom:
@@ -180,6 +182,10 @@ class StepRandom:
     Attributes:
         draws: how many there were in each pass of the step.
         captured: takes the draws of the pass in progress, if it is captured.
+        launched: the draws of captured passes that the step has launched.
+        has_moved: a generator has moved in a draw of the step in progress, one of Python's also in
+            a rehearsal, whose own code is not computed again.
+        drawn_in_python: calls of modules that have drawn from generators of Python or NumPy.
         is_apart: whether what runs is tried, and none of the step.
     """
 
@@ -192,6 +198,9 @@ class StepRandom:
         self.device = device
         self.draws: list[int] = []
         self.captured: CapturedDraws | None = None
+        self.launched: list[CapturedDraws] = []
+        self.has_moved = False
+        self.drawn_in_python = 0
         self._between: SeesDraws | None = None
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -255,7 +264,14 @@ class StepRandom:
             whether everything that was drawn had a key.
         """
         self._seed = None
+        self.launched.clear()
+        self.has_moved = False
         return not self._state_at_begin or self._state_at_begin == self.state()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the step in progress has drawn numbers that have keys, on this rank."""
+        return self.has_moved or any(each.may_draw for each in self.launched)
 
     @contextlib.contextmanager
     def computing_ahead(
@@ -267,7 +283,7 @@ class StepRandom:
             calls: that have drawn so far; goes on.
             microbatch: which one is computed.
         """
-        at = self._microbatch
+        at, has_moved = self._microbatch, self.has_moved
         former = self._calls, self.draws, self.entered, self.under_way, self._own_states
         self._calls, self.draws, self.entered, self.under_way = calls, [], [], []
         self._microbatch = microbatch
@@ -277,7 +293,7 @@ class StepRandom:
                 yield
         finally:
             self._calls, self.draws, self.entered, self.under_way, self._own_states = former
-            self._microbatch, self._is_rehearsal = at, True
+            self._microbatch, self._is_rehearsal, self.has_moved = at, True, has_moved
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -432,7 +448,7 @@ class StepRandom:
         finally:
             self._between = former
 
-    def has_drawn(self, before: list[bytes]) -> bool:
+    def innermost_has_drawn(self, before: list[bytes]) -> bool:
         """Whether the innermost draw has drawn numbers, since the generators were at ``before``."""
 
         def has() -> bool:
@@ -449,7 +465,7 @@ class StepRandom:
         """
         if self.captured is not None:
             return self.captured.drawing(key, lane)
-        seeded = _Seeded(self._generators, self.seed_of(key, lane), key, self.under_way)
+        seeded = _Seeded(self, self._generators, self.seed_of(key, lane), key)
         if not self.is_real:
             return self._noted(seeded)
         if self.draws:
@@ -489,9 +505,13 @@ class StepRandom:
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
+        drawn = python_draws()
         try:
             yield
         finally:
+            if drawn():
+                self.has_moved = True
+                self.drawn_in_python += 1
             random.setstate(former)
             if numpy is not None:
                 numpy.random.set_state(former_numpy)
@@ -608,7 +628,7 @@ class DrawByDraw(TorchFunctionMode):
         with self._random.drawing(self._name, self._call, self.draws):
             before = self._random.state()
             result = func(*args, **kwargs)
-            if self._random.has_drawn(before):
+            if self._random.innermost_has_drawn(before):
                 self.draws += 1
                 self.drew.add(func)
         return result

@@ -19,7 +19,7 @@ import copy
 import enum
 import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -143,6 +143,7 @@ class Trial(NamedTuple):
     rewrites: bool
     stateful: Mapping[int, set[str]]
     work: Work
+    draws: bool | None
 
 
 @dataclass(eq=False)
@@ -176,6 +177,7 @@ class Node:
         values: LEAF: by path, the numbers and texts that it returns.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
+        draws: whether it draws random numbers; None: nobody knows before it is computed.
         work: what its forward pass does.
         changes: values whose tensors it changes in place.
         taps: LEAF: where tensors leave it besides its result.
@@ -216,6 +218,7 @@ class Node:
     adds: bool = False
     values: dict[Path, Any] = field(default_factory=dict)
     draw: tuple[str, int, int] | None = None
+    draws: bool | None = False
     replicated: bool = False
     work: Work = field(default_factory=Work)
     outputs: list[Value] = field(default_factory=list)
@@ -249,7 +252,7 @@ class Node:
             for place, module in enumerate(self.modules)
             if module in self.stateful
         }
-        return Trial(self.in_turn, self.rewrites, stateful, self.work)
+        return Trial(self.in_turn, self.rewrites, stateful, self.work, self.draws)
 
     def take(self, trials: Mapping[int, Trial], owner: int | None) -> None:
         """Takes what became of it on all ranks: what one has found holds for all.
@@ -265,6 +268,7 @@ class Node:
         for trial in trials.values():
             self.in_turn = self.in_turn or trial.in_turn
             self.rewrites |= trial.rewrites
+            self.draws = any_draws((self.draws, trial.draws))
             for place, names in trial.stateful.items():
                 stateful.setdefault(self.modules[place], set()).update(names)
         self.stateful = stateful
@@ -307,6 +311,7 @@ class Node:
             and self.outside == other.outside
             and self.values == other.values
             and (self.draw, self.replicated) == (other.draw, other.replicated)
+            and self.draws == other.draws
             and _same_target(self.target, other.target)
             and [_facts(value) for value in self.outputs] == [_facts(v) for v in other.outputs]
             and [v.index for v in self.changes] == [v.index for v in other.changes]
@@ -317,6 +322,12 @@ class Node:
             and [spot for spot, _ in self.lent] == [spot for spot, _ in other.lent]
             and equal([e for _, e in self.lent], [e for _, e in other.lent], _same_value)
         )
+
+
+def any_draws(found: Iterable[bool | None]) -> bool | None:
+    """Returns whether any of what is told of draws random numbers; None if nobody knows yet."""
+    kinds = set(found)
+    return True if True in kinds else None if None in kinds else False
 
 
 def changed_attributes(node: Node) -> Iterator[Value]:
@@ -441,7 +452,7 @@ class Graph:
         return {
             name: node.trial
             for name, node in zip(names, self.nodes, strict=True)
-            if node.in_turn or node.rewrites or node.stateful
+            if node.in_turn or node.rewrites or node.stateful or node.draws is not False
         }
 
     def take(

@@ -24,7 +24,8 @@ from smdistributed.modelparallel.torch.execute.starts import Scale, differentiat
 from smdistributed.modelparallel.torch.execute.surroundings import takes_part
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
-from smdistributed.modelparallel.torch.random.keys import DrawByDraw, draw_step_seed
+from smdistributed.modelparallel.torch.random.keys import DrawByDraw
+from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.leaves.modules import STEP_FUNCTION
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
@@ -105,7 +106,8 @@ class EagerStep:
             model.refresh()
         self._learn_draws(models)
         random = runtime.random
-        seed = draw_step_seed()
+        taken = StepSeed()
+        seed = taken.number
         if self._sequences is not None:
             seed = self._sequences.agree(seed, *given)
         random.begin(runtime.tensor_group.begin_step(seed))
@@ -149,7 +151,7 @@ class EagerStep:
                     results.append(result)
                     self.set_gradients.check()
                     self._graphs_kept.end_microbatch()
-                has_gradients = self._have_gradients(models)
+                has_drawn, has_gradients = self._done_by_any(models)
         finally:
             runtime.current_step = None
             self._bodies = AsTheyAre()
@@ -157,6 +159,8 @@ class EagerStep:
             self._graphs_kept.forget()
             if not random.end():
                 self._flags = None
+        if not has_drawn:
+            taken.give_back()
         for model, has in zip(models, has_gradients, strict=True):
             if has:
                 model.data_parallel.end_step()
@@ -173,15 +177,20 @@ class EagerStep:
         self._reached: dict[DistributedModel, None] = {}
         self.set_gradients = SetGradients(lambda: (), is_part=False)
 
-    def _have_gradients(self, models: Sequence[DistributedModel]) -> list[bool]:
-        """Returns which models the step has differentiated, on any rank that computes with this.
+    def _done_by_any(self, models: Sequence[DistributedModel]) -> tuple[bool, list[bool]]:
+        """Returns what the step has done on any rank that computes with this.
 
         Collective: TP_GROUP.
+
+        Returns:
+            whether it has drawn random numbers; which models it has differentiated.
         """
         # A backward pass through one model can reach another.
         here = [each in self._reached or each.data_parallel.has_gradients for each in models]
-        is_by_others = self.runtime.tensor_group.end_step(here)
-        return [
+        has_drawn, *is_by_others = self.runtime.tensor_group.end_step(
+            [self.runtime.random.has_drawn, *here]
+        )
+        return has_drawn, [
             own or each.data_parallel.has_gradients or other
             for own, each, other in zip(here, models, is_by_others, strict=True)
         ]

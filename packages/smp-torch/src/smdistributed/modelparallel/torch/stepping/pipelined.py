@@ -39,7 +39,7 @@ from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
-from smdistributed.modelparallel.torch.random.keys import draw_step_seed
+from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.trace.tree import EntryKind
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -105,6 +105,7 @@ class PipelinedStep(StepOnFakes):
         self._watched: weakref.WeakSet[DistributedModel] = weakref.WeakSet()
         self._numbers: set[int] = set()
         self._ran: tuple[Executor, list[Any]] | None = None
+        self._has_drawn = False
 
     # ------------------------------------------------------------------ a call
 
@@ -117,11 +118,12 @@ class PipelinedStep(StepOnFakes):
             model.refresh()
             if not model.holder.partitioned:
                 model.holder.note_views()
+        seed = StepSeed()
         try:
             batch = self._inputs.agree(
                 args,
                 kwargs,
-                self.runtime.tensor_group.begin_step(draw_step_seed()),
+                self.runtime.tensor_group.begin_step(seed.number),
                 self._passes.recall,
             )
             self._follow_models(batch)
@@ -131,6 +133,7 @@ class PipelinedStep(StepOnFakes):
             shared = self._share_buffers(self._watched)
             with self._inputs.misfits_named(batch):
                 passed = self._passes.passes(batch)
+            python_drew = self.runtime.random.has_drawn
         finally:
             self.runtime.random.end()
         self._inputs.check_written(batch, [each.graph.written for each in passed])
@@ -145,6 +148,8 @@ class PipelinedStep(StepOnFakes):
             results = self._computed(prepared, batch, passed, constants, scales)
             for model in trained:
                 model.data_parallel.end_step()
+        if not (self._drawn_by_any(prepared) or python_drew):
+            seed.give_back()
         self._absent_gradients.end(prepared, trained)
         for model in models_of(self.runtime):
             model.rest()
@@ -185,6 +190,12 @@ class PipelinedStep(StepOnFakes):
             for model in models_of(self.runtime)
             if not modules.isdisjoint(model.holder.fakes.names)
         ]
+
+    def _drawn_by_any(self, prepared: Prepared) -> bool:
+        """Whether a rank has drawn random numbers. Collective: PP_GROUP, if that alone tells."""
+        if prepared.draws is not None:
+            return prepared.draws
+        return any(self.runtime.communicator.allgather(self._has_drawn, CommGroup.PP_GROUP))
 
     def _share_buffers(self, called: Collection[DistributedModel]) -> list[DistributedModel]:
         """Gives models the buffers of their first replicas; returns them. Collective: DP_GROUP."""
@@ -305,7 +316,9 @@ class PipelinedStep(StepOnFakes):
             if self._replays is not None and isinstance(acting, Computation):
                 self._replays.note(prepared, acting)
         finally:
+            self._has_drawn = random.has_drawn
             if not random.end():
+                self._has_drawn = True
                 # A module drew that was not known to: it is found in the next step.
                 for model in models:
                     model.drawing.learn()

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.replacing import sliced_modules
 from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
 from smdistributed.modelparallel.torch.planning.unit_profile import beside_modules, unit_profile
-from smdistributed.modelparallel.torch.random.keys import draw_step_seed
+from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.passes import Passed
@@ -94,7 +94,7 @@ class PlannedStep(StepOnFakes):
         for model in models_of(self.runtime):
             model.refresh()
         try:
-            batch = self._inputs.agree(args, kwargs, draw_step_seed(), lambda batch: None)
+            batch = self._inputs.agree(args, kwargs, StepSeed().number, lambda batch: None)
             made, meter = self._recorded(batch, keeps=False)
             if not _trains(made):
                 results = [map_tensors(made.result, _zeros)] * len(batch.calls)

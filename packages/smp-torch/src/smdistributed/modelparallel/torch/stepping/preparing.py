@@ -15,6 +15,7 @@ from smdistributed.modelparallel.torch.execute.passes import Passes
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.planning.final_gradients import final_gradients
 from smdistributed.modelparallel.torch.planning.segments import Plan
+from smdistributed.modelparallel.torch.record.ir import any_draws
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import CommonOrder, schedule_of
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone
@@ -36,6 +37,7 @@ class Prepared:
         modules: those that are called or whose parameters are read.
         differentiated: those of them that a gradient may reach.
         final_gradients: for each backward pass of this rank, the parameters that it completes.
+        draws: whether some rank draws random numbers; None: that is known when they have run.
     """
 
     plans: tuple[Plan, ...]
@@ -46,6 +48,7 @@ class Prepared:
     modules: set[nn.Module]
     differentiated: set[nn.Module]
     final_gradients: list[frozenset[nn.Parameter]]
+    draws: bool | None
 
 
 class Preparation:
@@ -121,6 +124,7 @@ class Preparation:
             {module for plan in set(plans) for module in plan.modules(every)},
             {module for plan in set(plans) for module in plan.modules(plan.backward)},
             final_gradients(plans, itinerary.actions),
+            any_draws(node.draws for plan in set(plans) for node in plan.graph.nodes),
         )
 
     def _programs_of(self, plan: Plan) -> dict[int, Program]:

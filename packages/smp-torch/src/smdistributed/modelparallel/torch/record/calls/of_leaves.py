@@ -221,7 +221,9 @@ class LeafCalls:
             values = now.go_live()
             args, kwargs = map_tensors((tuple(args), dict(kwargs)), now.fake)
             entry = self._entry(module, args, kwargs)
-            watch = Watch(self._context.meter, self._state, module, (args, kwargs))
+            watch = Watch(
+                self._context.meter, self._context.random, self._state, module, (args, kwargs)
+            )
             measured = functools.partial(now.call_inside, call, module)
             templates = entry.args, entry.kwargs
             handed = self._handed(entry)
@@ -350,7 +352,9 @@ class LeafCalls:
             before = [(each, copied(now.objects[each])) for each, _ in entry.held]
             handed = self._handed(entry)
             items = _items_given(args, kwargs)
-            watch = Watch(self._context.meter, self._state, module, (args, kwargs))
+            watch = Watch(
+                self._context.meter, self._context.random, self._state, module, (args, kwargs)
+            )
             snapshot = self._scene.snapshot(module, moved=self._scene.own_tensors)
             possible = len(self._state.possible)
             outer = now.span
@@ -427,7 +431,7 @@ class LeafCalls:
         leaf = entry.target
         (args, kwargs), _ = self._call_again(call, entry)
         with self._aside(entry):
-            watch = Watch(self._context.meter, self._state, leaf, ())
+            watch = Watch(self._context.meter, self._context.random, self._state, leaf, ())
             snapshot = self._scene.snapshot(leaf)
             changes: list[Change] = []
             # What is not made for random numbers decides by others.
@@ -463,7 +467,7 @@ class LeafCalls:
         arguments, again = self._call_again(call, entry)
         with self._aside(entry):
             assert now.values is not None
-            watch = Watch(self._context.meter, self._state, leaf, ())
+            watch = Watch(self._context.meter, self._context.random, self._state, leaf, ())
             trial = PassTrial(
                 self._state,
                 leaf,

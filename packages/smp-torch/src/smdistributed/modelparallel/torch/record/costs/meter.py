@@ -26,6 +26,8 @@ from smdistributed.modelparallel.torch.tensors.written import written_by
 
 #: Activations meet each other in batched products and in attention.
 OF_WEIGHTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.convolution)
+#: Whose operations have a tag that says whether they draw random numbers.
+_OF_TORCH = frozenset({"aten", "prim", "prims", "profiler"})
 #: No schema says that they write: (input, weight, bias, running_mean, running_var, training, ...)
 _WRITING_STATISTICS = (
     torch.ops.aten.native_batch_norm.default,
@@ -117,6 +119,7 @@ class Reading:
     operations: int
     bytes: int
     random_draws: int
+    untold: int
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -153,6 +156,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._moved_bytes = 0
         self.bytes = 0
         self.random_draws = 0
+        #: Operations that do not say whether they draw.
+        self.untold = 0
         self.writes = 0
         self.lifetimes = Lifetimes()
         self._flop_counter = FlopCounter()
@@ -171,6 +176,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             len(self._names),
             self.bytes,
             self.random_draws,
+            self.untold,
         )
 
     def put_back(self, reading: Reading) -> None:
@@ -180,6 +186,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._products, self._half_products = reading.products, reading.half_products
         self._weight_products, self._moved_bytes = reading.weight_products, reading.moved_bytes
         self.bytes, self.random_draws = reading.bytes, reading.random_draws
+        self.untold = reading.untold
         del self._names[reading.operations :]
 
     @property
@@ -228,6 +235,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
             self.random_draws += 1
+        self.untold += func.namespace not in _OF_TORCH
         count = self._flop_counter.count(func, args, kwargs, out)
         self.flops += count.flops
         self._moved += count.moved

@@ -42,6 +42,10 @@ class Randomness(Protocol):
     def drawing(self, name: str, call: int, draw: int) -> contextlib.AbstractContextManager[None]:
         """Seeds PyTorch's generators for one draw, and puts them back."""
 
+    @property
+    def drawn_in_python(self) -> int:
+        """Calls of modules that have drawn from generators of Python or NumPy."""
+
     def state(self) -> list[bytes]:
         """Returns the state of the generators that a draw can change."""
 
@@ -219,7 +223,7 @@ class ModuleCalls:
         )
         meter.lifetimes.called = len(self.profile.modules)
         drawn_in_python = python_draws()
-        questions = self._state.questions
+        questions, real_runs = self._state.questions, self._state.real_runs
         try:
             result = self._run(call, module, args, kwargs, costs)
         finally:
@@ -228,6 +232,8 @@ class ModuleCalls:
         costs.repeated |= self._state.region is not None
         in_python = drawn_in_python()
         drawn = meter.random_draws - reading.random_draws
+        # Numbers may have it draw, and operations that do not say so.
+        drawn += meter.untold - reading.untold + self._state.real_runs - real_runs
         self.current.child_draws += drawn
         self.current.child_python |= in_python
         costs.draws = costs.draws.union(frame.own_draws(drawn, in_python))

@@ -229,12 +229,20 @@ class Watch:
 
     Args:
         meter: counts.
+        random: the random numbers of the step.
         state: where the run is.
         module: that is called.
         arguments: of the call.
     """
 
-    def __init__(self, meter: Meter, state: RunState, module: nn.Module, arguments: Any) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        random: Randomness,
+        state: RunState,
+        module: nn.Module,
+        arguments: Any,
+    ) -> None:
         self._meter = meter
         self._state = state
         self._noted = state.backward_code, state.gradient_reads
@@ -243,6 +251,8 @@ class Watch:
         self._written_again = len(state.written_again)
         self._real_runs = state.real_runs
         self._reading = meter.reading()
+        self._random = random
+        self._drawn_in_python = random.drawn_in_python
         tensors = tensors_in(arguments)
         self._tensors = [(each, writes_of(each)) for each in tensors]
         self._specs = [TensorSpec.of(each) for each in tensors]
@@ -263,6 +273,12 @@ class Watch:
             entry.sees_backward = True
         entry.asks = self._state.questions != self._questions
         entry.decides = entry.asks or self._state.real_runs != self._real_runs
+        has_drawn = (
+            self._meter.random_draws != self._reading.random_draws
+            or self._random.drawn_in_python != self._drawn_in_python
+        )
+        is_untold = entry.decides or self._meter.untold != self._reading.untold
+        entry.draws = has_drawn or (None if is_untold else False)
         entry.changed = [each for each, before in self._tensors if writes_of(each) != before]
         entry.repeats = [TensorSpec.of(each) for each, _ in self._tensors] != self._specs
         if any(

@@ -128,7 +128,7 @@ class Entry:
         specs: by id, how the tensors look right after it that it gives or changes, and those that
             share memory with what it changes.
         repeats: it changes the looks of fakes, so that it is done to them in each microbatch.
-        draw, work, region: as in ``Node``.
+        draw, draws, work, region: as in ``Node``.
         recomputes: LEAF: it checkpoints a call in it that writes to buffers of its own.
         inner: LEAF: tensors that it made besides its result, by id, and where a replay finds them.
         changes: LEAF: the Python state that it changes.
@@ -185,6 +185,7 @@ class Entry:
     specs: dict[int, TensorSpec] = field(default_factory=dict)
     repeats: bool = False
     draw: tuple[str, int, int] | None = None
+    draws: bool | None = False
     work: Work = field(default_factory=Work)
     region: Region | None = None
     recomputes: bool = False

@@ -177,6 +177,7 @@ class Values:
             modules=entry.modules,
             flags=entry.flags,
             draw=entry.draw,
+            draws=entry.draws if entry.draw is None else True,
             region=entry.region,
             work=entry.work,
             stateful=entry.stateful,

@@ -41,6 +41,9 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import SAME, RefutedError, prove
 from smdistributed.modelparallel.torch.tensor_parallel.auto.roles import Origins
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
+from smdistributed.modelparallel.torch.tensor_parallel.auto.weight_readers import (
+    read_of_others,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.trial.alone import alone
 
@@ -67,7 +70,7 @@ class AutoPlan:
 
     Attributes:
         groups: the modules that are closed groups.
-        kept_whole: linear maps that are not split alone either: the reason.
+        kept_whole: modules that are not split alone either: the reason.
         reasons: why others are not: name of the module, reason.
     """
 
@@ -104,7 +107,8 @@ def plan_groups(
     ordered = [each for each in ordered if all(map(is_free, each.modules()))]
     given = inputs_of_transformers(model) if inputs is None else inputs
     trial = None
-    kept_whole: dict[nn.Module, str] = {}
+    # By name, as a run may not come, and sees linear maps alone.
+    kept_whole = _read_by_name(model)
     if given is not None:
         trial = calls_within(model, ordered, given, has_values=has_values)
     failure = None if trial is None else trial.failure
@@ -117,8 +121,9 @@ def plan_groups(
         )
     elif trial is not None and failure is None:
         ordered = [each for each in ordered if each in trial.calls]
-        kept_whole = _kept_whole(model, trial)
-        ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
+        kept_whole = {each: why for each, why in kept_whole.items() if not is_map(each)}
+        kept_whole |= _kept_whole(model, trial)
+    ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
     calls = {} if trial is None else trial.calls
     search = _Search(group, value_of, candidates, calls, _shared_modules(model))
     # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
@@ -175,6 +180,15 @@ def _shared_modules(model: nn.Module) -> set[nn.Module]:
     """Returns the modules that several others have."""
     parents = collections.Counter(each for module in model.modules() for each in module.children())
     return {module for module, number in parents.items() if number > 1}
+
+
+def _read_by_name(model: nn.Module) -> dict[nn.Module, str]:
+    """Returns the modules whose parameters code of others names, and why they stay whole."""
+    return {
+        read: f"code of {type(module).__name__} reads its {name}"
+        for module in model.modules()
+        for read, name in read_of_others(module)
+    }
 
 
 def _kept_whole(model: nn.Module, trial: Trial) -> dict[nn.Module, str]:
