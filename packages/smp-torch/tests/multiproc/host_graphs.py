@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -71,7 +72,8 @@ class HostGraphs:
 
     def __init__(self) -> None:
         self._made: set[int] = set()
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: By memory that was written to, that and what was in it.
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -81,9 +83,8 @@ class HostGraphs:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for tensor, before in self._before.values():
-                    tensor.detach().copy_(before)
+            for memory, before in self._before.values():
+                memory.copy_(before, False)
 
     def release(self) -> None:
         """See ``Graphs``."""
@@ -99,10 +100,16 @@ class HostGraphs:
             mock.patch.object(torch.Tensor, "numpy", _not_here),
             # On a GPU nobody watches.
             mock.patch.object(weight_gradients, "is_watched", return_value=False),
-            # The compiler refuses to, where a mode watches.
-            torch.compiler.set_stance("force_eager"),
+            _not_compiled(),
         ):
             yield capture
+
+
+def _not_compiled() -> contextlib.AbstractContextManager[object]:
+    """Inside, compiled functions run as they are: the compiler refuses to, where a mode watches."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
 
 
 def _not_here(tensor: torch.Tensor) -> Any:
@@ -136,7 +143,8 @@ class _Capture(TorchDispatchMode):
         for tensor in _tensors(list(_written(func, args, kwargs))):
             memory = tensor.untyped_storage()._cdata
             if memory not in self._made:
-                self._before.setdefault(memory, (tensor, tensor.detach().clone()))
+                whole = tensor.untyped_storage()  # others may see other parts of it
+                self._before.setdefault(memory, (whole, whole.clone()))
         before = _aliases((args, kwargs))
         result = func(*args, **kwargs)
         if not func.is_view:
