@@ -433,7 +433,8 @@ class Recorder(TorchFunctionMode):
             self._leaves.settle(span.entry, span.call)
         for position, entry in enumerate(everything):
             if entry.held and id(entry) in spans:
-                self._leaves.check_held(spans[id(entry)])
+                span = spans[id(entry)]
+                self._leaves.check_held(span, opened.log[span.start : span.end])
             if entry.question is not None:
                 entry.question = self._again(entry.question, entry, everything[:position])
             values.take(entry)

@@ -399,12 +399,22 @@ class LeafCalls:
             own = self._scene.snapshot(span.module, moved=self._scene.own_tensors)
             span.snapshot.forget(Snapshot((), [each.function for each in hooks]), but_for=own)
 
-    def check_held(self, span: Span) -> None:
-        """Makes sure that a leaf does not depend on what another rank left in an object."""
+    def check_held(self, span: Span, inside: Sequence[Entry]) -> None:
+        """Makes sure that a leaf does not depend on what another rank left in an object.
+
+        Args:
+            span: the leaf.
+            inside: what it called when it was met.
+        """
         now, entry = self._now, span.entry
         assert now.values is not None
         # The run that made the span has calls of its own.
         call = functools.partial(now.call_inside, span.call, span.module)
+        templates = entry.args, entry.kwargs
+        on_copies = now.leaf_runs.run_on_copies(now.values, entry.target, call, templates)
+        if on_copies == now.leaf_runs.lines_of(now.values, inside):
+            return
+        # What it called between modules may stand there in other words than in a leaf.
         fresh = CarriedObjects(Carried.stand_in)
         for carried, before in span.before:
             give_state(fresh(carried), before)
@@ -413,8 +423,7 @@ class LeafCalls:
             lines = now.leaf_runs.run(
                 now.values, entry.target, lambda: call(*arguments[0], **arguments[1])
             ).lines
-        templates = entry.args, entry.kwargs
-        if lines != now.leaf_runs.run_on_copies(now.values, entry.target, call, templates):
+        if lines != on_copies:
             raise depends_on_others(entry.name, templates)
 
     # Aside

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +132,11 @@ class LeafRuns:
             *(result, inner, changes, self._hooked, grown, lines, read),
             *(self._hook_calls, made, list(borrowed.values()), done),
         )
+
+    def lines_of(self, values: Values, entries: Sequence[Entry]) -> list[str]:
+        """Returns what calls that were made in a leaf do, as ``LeafRun.lines`` says it."""
+        with self._state.in_leaf():
+            return values.lines_of(entries)
 
     @contextlib.contextmanager
     def apart(self, values: Values) -> Iterator[Graph]:

@@ -129,10 +129,14 @@ def hooked_calls(spans: Sequence[Span]) -> list[HookedCall]:
     Args:
         spans: in the order of their starts.
     """
+    hooked = [
+        (span.end, -place, span)
+        for place, span in enumerate(spans)
+        if not span.failed and has_hooks_of_others(span.module)
+    ]
     return [
         HookedCall(span.module, span.entry.args, span.entry.kwargs, span.entry.result)
-        for _, span in sorted(enumerate(spans), key=lambda item: (item[1].end, -item[0]))
-        if has_hooks_of_others(span.module) and not span.failed
+        for _, _, span in sorted(hooked, key=lambda item: item[:2])
     ]
 
 

@@ -346,6 +346,20 @@ class Values:
             self._outside, self.borrowed, self.written = outside, borrowed, written
             self.made = made
 
+    def lines_of(self, entries: Iterable[Entry]) -> list[str]:
+        """Returns what entries do, as text; what they have made is not known afterwards."""
+        sharing = {memory: [*seen] for memory, seen in self._sharing.items()}
+        escaped = dict(self._escaped)
+        try:
+            with self.aside() as graph:
+                for entry in entries:
+                    self.take(entry)
+                return [node.line(repr) for node in graph.nodes]
+        finally:
+            self._sharing.clear()
+            self._sharing.update(sharing)
+            self._escaped = escaped
+
     # ------------------------------------------------------------------ reading
 
     def written_inputs(self) -> dict[int, Value]:
