@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.library import custom_op
 from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
@@ -20,7 +21,7 @@ WIDTH = 4
 STEPS = 3
 
 
-@torch.library.custom_op("drawn_between::noisy", mutates_args=())
+@custom_op("drawn_between::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
     """Draws where no recording sees it."""
     return x + torch.rand(x.shape)
@@ -31,7 +32,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("drawn_between::quiet", mutates_args=())
+@custom_op("drawn_between::quiet", mutates_args=())
 def quiet(x: torch.Tensor) -> torch.Tensor:
     """Draws nothing, which no recording sees either."""
     return x + 1.0

@@ -13,7 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from smdistributed.modelparallel.torch.compat.private.backward import saved_tensors_hooks
+from smdistributed.modelparallel.torch.compat.private.backward import (
+    engine_replaced,
+    saved_tensors_hooks,
+)
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     past_function_modes,
@@ -24,6 +27,7 @@ from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.running import run
 from smdistributed.modelparallel.torch.tape.tape import Call, Tape
+from smdistributed.modelparallel.torch.tensors.functions import DIFFERENTIATING
 
 CPU = torch.device("cpu")
 DEVICES = ("cpu",)
@@ -166,6 +170,7 @@ def taken_down(names: Sequence[str], net: Net, x: torch.Tensor) -> Tape:
             tensors.append(STEPS[name]((tensors[-1], tensors[-2], tensors[0]), net, draw))
         # No gradient comes to what is read without.
         seen = (tensors[-1] * net.unused + 1).tanh()
+        seen = seen * seen.shape[0]  # a question gives none either
         tensors.append(tensors[-1].sin().tanh())
         tensors.append(tensors[-1] + F.linear(seen, net.linear.weight).detach())
         results = [tensors[-1] * 1.0, tensors[len(tensors) // 2].sum()]
@@ -190,10 +195,10 @@ def computed(tape: Tape, net: Net, x: torch.Tensor) -> list[torch.Tensor | None]
     return [*results, x.grad, *gradients, net.mean.clone()]
 
 
-def compiled(tape: Tape) -> Tape:
+def compiled(tape: Tape, *, are_differentiated: bool = True) -> Tape:
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     runs = CompiledRuns({"backend": "aot_eager"})
-    return TapedRuns(runs, CPU, DEVICES, fakes, are_differentiated=True).of(tape)
+    return TapedRuns(runs, CPU, DEVICES, fakes, are_differentiated=are_differentiated).of(tape)
 
 
 def programs() -> Iterator[Any]:
@@ -228,3 +233,39 @@ def test_compiled_runs_compute_what_the_tape_does(
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             torch.testing.assert_close(other, one, rtol=1e-11, atol=1e-11)
+
+
+def test_calls_that_give_nothing_are_made_once_and_stay() -> None:
+    passes = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        loss = (x.sin() * 2).exp().sum()
+        loss.backward()
+        return loss.detach()
+
+    x = torch.ones(4, requires_grad=True)
+    recording = Recording(
+        *(CPU, DEVICES, [x], [], lambda function: function),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    )
+    with torch.autograd.set_multithreading_enabled(False), recording.recording():
+        result = body(x)
+    recording.end([result])
+
+    def differentiate(engine: Any, *args: Any, **options: Any) -> Any:
+        passes.append(args)
+        return engine(*args, **options)
+
+    with engine_replaced(differentiate):
+        shorter = compiled(recording.tape, are_differentiated=False)
+        assert not passes  # a script's own would have been counted
+    backward = [each for each in recording.tape.events if isinstance(each, Call)]
+    assert (
+        [each.function for each in backward if each.function in DIFFERENTIATING]
+        == [
+            each.function
+            for each in shorter.events
+            if isinstance(each, Call) and each.function in DIFFERENTIATING
+        ]
+        != []
+    )

@@ -325,8 +325,12 @@ def _can_come_before(call: Call, written: Callable[[Call], bool]) -> bool:
 
 
 def _gives_back(call: Call) -> bool:
-    """Whether a call has given no tensor but what it was given, and has not changed it."""
-    if resolve_name(call.function) is None or call.function.__name__.endswith("_"):
+    """Whether a call has given tensors that it was given, and no others, and has changed none.
+
+    One that gives nothing does something, and is not made again to be looked at.
+    """
+    is_function = resolve_name(call.function) is not None and _makes(call)
+    if not is_function or call.function.__name__.endswith("_"):
         return False
     given = set(map(_key, placeholders(call.args, (Made, torch.Tensor))))
     return given.issuperset(map(_key, placeholders(call.result, (Made, torch.Tensor))))
@@ -352,11 +356,9 @@ def _with_gradients(tape: Tape, *, results: bool) -> set[int]:
         if not isinstance(event, Call):
             continue
         made = {*numbers_in((event.result, event.written))}
-        # What makes nothing runs a backward pass, or puts its arguments somewhere.
-        if not made or not made.isdisjoint(gets):
-            given = numbers_in((event.args, event.kwargs))
-            is_cut = made and not any(tape.specs[each].requires_grad for each in made)
-            gets |= set() if is_cut else {*given}
+        passes_on = any(each in gets and tape.specs[each].requires_grad for each in made)
+        if passes_on or _differentiates(event):
+            gets.update(numbers_in((event.args, event.kwargs)))
     return gets
 
 
