@@ -2,7 +2,7 @@
 
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
-``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``reached``,
+``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``reached``, ``handed``,
 ``split_buffers``, ``copied_models`` and ``at_rest`` generate the scripts. What is refused says why;
 nothing may give other numbers than plain PyTorch. Every run tries samples that go through all of
 them in strides; the slow parts are the whole of them.
@@ -23,6 +23,7 @@ import at_rest
 import between
 import copied_models
 import derived_numbers
+import handed
 import kept_features
 import layers
 import loops
@@ -76,6 +77,7 @@ STRIDES = {
     "at rest": 40,
     "shown": 285,
     "reached": 343,
+    "handed": 168,
     "buffers": 131,
     "copies": 28,
 }
@@ -179,13 +181,14 @@ POPULATIONS = {
     "at rest": mixed(at_rest.ACTS),
     "shown": mixed(shown.SHOWS),
     "reached": mixed(reached.REACHED),
+    "handed": mixed(handed.HANDED),
     "buffers": mixed(split_buffers.SPLIT),
     "copies": mixed(copied_models.COPIES),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
     *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
-    *("features", "derived", "shown", "buffers", "reached"),
+    *("features", "derived", "shown", "buffers", "reached", "handed"),
 )
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
@@ -197,7 +200,7 @@ IN_BOTH = {"pp2-tp2": ("at rest", "copies", "asked", "asked gradients")}
 IN_SOME = {
     **IN_PARTS,
     **IN_BOTH,
-    "placed": ("recomputed", "reached"),
+    "placed": ("recomputed", "reached", "handed"),
     "tied": ("loops", "parameters", "at rest", "copies"),
     "large": ("state", "uses", "writes", "order", "asked", "shown", "buffers", "reached"),
 }
@@ -228,7 +231,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "buffers": (0, 262),
         "copies": (0, 140),
     },
-    "placed": {"recomputed": (287, 720)},
+    "placed": {"recomputed": (287, 720), "handed": (1, 504)},
     "sdp2": {"loops": (0, 80), "parameters": (12, 24), "roads": (0, 40), "at rest": (40, 120)},
     "tp2": {"at rest": (91, 120)},
     # Without graphs, what is around a step of one partition is around plain Python. Nothing is
@@ -349,6 +352,11 @@ def try_shown(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(shown.SHOWS[name]) for name in names}
 
 
+def try_handed(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some layers that leave tensors in an object for others."""
+    return {name: uses.outcome(handed.HANDED[name]) for name in names}
+
+
 def try_reached(names: Sequence[str]) -> dict[str, Any]:
     """Returns what became of some layers that reach what another one keeps on this rank."""
     return {name: uses.outcome(reached.REACHED[name]) for name in names}
@@ -434,6 +442,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "derived": try_derived,
     "shown": try_shown,
     "reached": try_reached,
+    "handed": try_handed,
     "at rest": try_at_rest,
     "buffers": try_buffers,
     "copies": try_copies,
@@ -533,6 +542,20 @@ def test_what_layers_reach_is_there_and_as_it_is_or_they_are_refused(worlds: Wor
         for found in run(worlds, WORLDS[world], try_reached, list(scripts)):
             for name, reason in scripts.items():
                 assert reason in found[name] if reason else found[name] == "exact", name
+
+
+def test_layers_find_in_an_object_what_they_would_in_one_process(worlds: Worlds) -> None:
+    elsewhere, no_way_back = "what modules of another partition left", "cannot go back there"
+    expected = {
+        "detached, attribute, adds, the one before, 0110": elsewhere,
+        "detached, list, returns, the one before, 0110": elsewhere,
+        "way, place, adds, far, 0110": no_way_back,
+        "result, attribute, adds, the one before, 0011": "",
+        "detached, list, adds, far, 0110": "",
+    }
+    for found in run(worlds, WORLDS["placed"], try_handed, list(expected)):
+        for name, reason in expected.items():
+            assert reason in found[name] if reason else found[name] == "exact", (name, found[name])
 
 
 def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> None:
@@ -657,10 +680,11 @@ def try_scripts(worlds: Worlds, world: str, kind: str, names: Sequence[str]) -> 
     # scripts say on which rank modules are, some say it of none.
     assert world == "placed" or not counts["whole"]
     num_scripts = len(names) - counts["no script"]
-    # By one function of several, a hook of several gradients, or what a module overwrites.
+    # By one function of several, a hook of several gradients, what a module overwrites, or what is
+    # on another partition.
     is_often_refused = kind in (
         *("order", "writes", "repeated", "gradients", "asked gradients", "derived", "shown"),
-        "reached",
+        *("reached", "handed"),
     )
     num_exact = counts["exact"] + counts["whole"]
     assert num_exact >= num_scripts // (7 if is_often_refused else 3)

@@ -476,6 +476,15 @@ def _check_carried(segments: Sequence[SegmentNodes], backward: set[int]) -> None
     without: dict[tuple[int, Carried], Node] = {}
     for segment in segments:
         for node in segment.nodes:
+            for maker in node.found if node.segment in backward else ():
+                if maker.segment in backward and maker.segment != node.segment:
+                    raise UnsupportedError(
+                        f"{node.name} computes with what {maker.name} has left in an object (a "
+                        "cache, say), in an earlier call of the model or before the pipeline came "
+                        "back to this partition: its gradient cannot go back there. Detach what "
+                        "goes into the object, return it and pass it on as a tensor, or make one "
+                        "call of both."
+                    )
             for carried in placeholders((node.args, node.kwargs), Carried):
                 place = segment.rank, carried
                 if segment.index not in backward and node.grad_enabled:

@@ -169,6 +169,8 @@ class Node:
         kept: LEAF: where those stand that it has put into attributes, too.
         reached: LEAF: parameters and buffers of other modules that it reads or writes to by itself,
             with whether their modules are whole.
+        found: LEAF: those that have made what it computes with, gradients included, and finds in
+            objects with state.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         lifted, lifts: LEAF: what is lifted out of it, as of its entry.
         outside: LEAF: where forward hooks are that are lifted out of it.
@@ -211,6 +213,7 @@ class Node:
     shown: dict[Path | Tap, frozenset[tuple[nn.Module, str]]] = field(default_factory=dict)
     kept: frozenset[Path] = frozenset()
     reached: Mapping[tuple[nn.Module, str], bool] = field(default_factory=dict)
+    found: tuple[Node, ...] = ()
     lifted: tuple[nn.Module, ...] = ()
     lifts: bool = False
     outside: tuple[HookSpot, ...] = ()

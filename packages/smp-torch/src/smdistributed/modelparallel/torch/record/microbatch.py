@@ -15,7 +15,8 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, F
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
-from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns
+from smdistributed.modelparallel.torch.record.leaves.repetition import Repetition
+from smdistributed.modelparallel.torch.record.leaves.runs import LeafRun, LeafRuns
 from smdistributed.modelparallel.torch.record.leaves.spans import Span
 from smdistributed.modelparallel.torch.record.questions.ahead import Ahead
 from smdistributed.modelparallel.torch.record.questions.decisions import Decisions
@@ -142,6 +143,7 @@ class Microbatch:
         spans: the calls of modules, while these are open.
         span: the innermost one in progress.
         leaf_runs: runs leaves.
+        repetition: of the leaf that runs once more to see whether it does the same; else None.
     """
 
     def __init__(
@@ -170,7 +172,6 @@ class Microbatch:
 
     def let_go(self) -> None:
         """Keeps nothing that holds fakes."""
-        context = self._context
         self.values: Values | None = None
         self.objects: dict[Carried, Any] = {}
         self.contents: dict[Carried, Contents] = {}
@@ -183,7 +184,8 @@ class Microbatch:
         self.new: list[Entry] | None = None
         self.spans: list[Span] = []
         self.span: Span | None = None
-        self.leaf_runs = LeafRuns(context.scene, context.state, context.calls, context.random)
+        self.leaf_runs = self.new_runs()
+        self.repetition: Repetition | None = None
 
     # What is there
 
@@ -198,6 +200,11 @@ class Microbatch:
         """Returns what stands for what at the start; see ``Values``."""
         context = self._context
         return Values(context.scene, context.state, self.trace, context.calls.where, changed)
+
+    def new_runs(self) -> LeafRuns:
+        """Returns what runs leaves."""
+        context = self._context
+        return LeafRuns(context.scene, context.state, context.calls, context.random, self.fake)
 
     def fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns what stands for a tensor: of a model's own tensors the fake."""
@@ -270,6 +277,13 @@ class Microbatch:
         self.leaf_runs.note_call(module, args, kwargs, result)
         return result
 
+    def note_again(self, entry: Entry, run: LeafRun) -> None:
+        """Takes note that what a leaf has made again stands for what it made before."""
+        known = dict[Any, torch.Tensor]((*entry.outputs, *entry.inner.values()))
+        for place, made in (*tensor_paths(run.result), *run.inner.values()):
+            if place in known:
+                self.aliases[id(made)] = made, known[place]
+
     # What is written down
 
     def go_live(self) -> Values:
@@ -281,7 +295,8 @@ class Microbatch:
                 if entry.held and scene.leaves:
                     call = functools.partial(self.call_inside, nn.Module.__call__, entry.target)
                     arguments = (entry.args, entry.kwargs)
-                    self.leaf_runs.run_on_copies(values, entry.target, call, arguments)
+                    run = self.leaf_runs.run_on_copies(values, entry.target, call, arguments)
+                    self.note_again(entry, run)
                 values.take(entry)
             self.values = values
             if self._context.state.is_open:

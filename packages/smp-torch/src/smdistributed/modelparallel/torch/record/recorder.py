@@ -480,6 +480,8 @@ class Recorder(TorchFunctionMode):
             entry = self._known.match(EntryKind.CALL, func, args, kwargs)
             if entry is not None:
                 return self._known.answer(entry, lambda: func(*args, **kwargs))
+        elif (entry := self._known.repeated(func, args, kwargs)) is not None:
+            return self._known.result(entry)
         if exchanges(func):
             self.note_exchange(func.__name__, kwargs.get("group"))
         self._refuse(func, args)
@@ -561,6 +563,8 @@ class Recorder(TorchFunctionMode):
             entry = self._known.match(EntryKind.CALL, target, args, kwargs)
             if entry is not None:
                 return self._known.answer(entry, lambda: call(*args, **kwargs))
+        elif (entry := self._known.repeated(target, args, kwargs)) is not None:
+            return self._known.result(entry)
         return self._new.make(target, name, call, args, kwargs)
 
     def note_backward_code(self) -> None:

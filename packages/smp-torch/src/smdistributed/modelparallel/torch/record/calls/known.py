@@ -91,6 +91,34 @@ class KnownCalls:
             return entry.result
         return fill(entry.result, Carried, self._now.objects.get)
 
+    def repeated(self, target: Any, args: Any, kwargs: Any) -> Entry | None:
+        """Returns the call that a leaf made before and makes again; None if it makes another one.
+
+        It is the next one of the repetition that goes on.
+        """
+        repetition = self._now.repetition
+        entry = None if repetition is None else repetition.coming
+        if repetition is None or entry is None:
+            return None
+        num_constants = len(self._now.constants)
+        if (
+            (entry.target is target or entry.target == target)
+            and same(entry.args, args, self._is_same_tensor)
+            and same(entry.kwargs, kwargs, self._is_same_tensor)
+            and entry.settings == self._context.settings()
+            and self._is_same_place(entry)
+        ):
+            repetition.go_on()
+            if entry.draw is not None:
+                self._context.calls.current.draws += 1
+            return entry
+        self._now.constants.forget_after(num_constants)
+        repetition.differs = True
+        return None
+
+    def _is_same_tensor(self, want: Any, got: Any) -> bool:
+        return not isinstance(want, Carried) and self._special(want, got)
+
     def _is_same_place(self, entry: Entry) -> bool:
         """Whether what an entry depends on besides its arguments is as it was."""
         context = self._context

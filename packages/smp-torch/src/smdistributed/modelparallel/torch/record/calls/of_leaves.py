@@ -24,7 +24,8 @@ from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
 from smdistributed.modelparallel.torch.record.leaves.lending import in_place
-from smdistributed.modelparallel.torch.record.leaves.runs import LeafRuns, Watch, depends_on_others
+from smdistributed.modelparallel.torch.record.leaves.repetition import Repetition
+from smdistributed.modelparallel.torch.record.leaves.runs import Watch, depends_on_others
 from smdistributed.modelparallel.torch.record.leaves.spans import (
     Span,
     hooked_calls,
@@ -206,12 +207,7 @@ class LeafCalls:
             again = functools.partial(now.call_inside, call, entry.target, *args, **kwargs)
             run = now.leaf_runs.run(values, entry.target, again)
         now.grown += run.grown
-        known: dict[Any, torch.Tensor] = dict(entry.inner.values())
-        made: dict[Any, torch.Tensor] = dict(run.inner.values())
-        known.update(entry.outputs)
-        made.update(tensor_paths(run.result))
-        for place in known.keys() & made.keys():
-            now.aliases[id(made[place])] = made[place], known[place]
+        now.note_again(entry, run)
 
     # New leaves
 
@@ -246,8 +242,10 @@ class LeafCalls:
                 self._complete(entry, result, run.changes, handed)
             if (left := _left_behind(entry, given)) is not None:
                 raise left
-            if alike is not None and alike != run.lines:
-                raise depends_on_others(entry.name, templates)
+            if alike is not None:
+                if alike.lines != run.lines:
+                    raise depends_on_others(entry.name, templates)
+                now.note_again(entry, alike)
             self.lift(entry)
             self.settle(entry, call)
             now.add(entry)
@@ -366,6 +364,7 @@ class LeafCalls:
             with large_arrays_copied():
                 result = self._calls.call(call, module, *args, **kwargs)
             with self._state.pausing():
+                span.returned = [now.fake(each) for each in tensors_in(result)]
                 result = self._computed(result, (args, kwargs), self._copy)
         except BaseException:
             span.failed = True
@@ -411,20 +410,50 @@ class LeafCalls:
         # The run that made the span has calls of its own.
         call = functools.partial(now.call_inside, span.call, span.module)
         templates = entry.args, entry.kwargs
-        on_copies = now.leaf_runs.run_on_copies(now.values, entry.target, call, templates)
-        if on_copies == now.leaf_runs.lines_of(now.values, inside):
+        if self._is_repeated(span, inside, call):
             return
-        # What it called between modules may stand there in other words than in a leaf.
-        fresh = CarriedObjects(Carried.stand_in)
-        for carried, before in span.before:
-            give_state(fresh(carried), before)
-        arguments = fill((entry.args, entry.kwargs), Carried, fresh)
-        with self._calls.uncounted():
-            lines = now.leaf_runs.run(
-                now.values, entry.target, lambda: call(*arguments[0], **arguments[1])
-            ).lines
-        if lines != on_copies:
-            raise depends_on_others(entry.name, templates)
+        on_copies = now.leaf_runs.run_on_copies(now.values, entry.target, call, templates)
+        if on_copies.lines != now.leaf_runs.lines_of(now.values, inside, span.returned):
+            # What it called between modules may stand there in other words than in a leaf.
+            fresh = CarriedObjects(Carried.stand_in)
+            for carried, before in span.before:
+                give_state(fresh(carried), before)
+            arguments = fill((entry.args, entry.kwargs), Carried, fresh)
+            with self._calls.uncounted():
+                lines = now.leaf_runs.run(
+                    now.values, entry.target, lambda: call(*arguments[0], **arguments[1])
+                ).lines
+            if lines != on_copies.lines:
+                raise depends_on_others(entry.name, templates)
+        now.note_again(entry, on_copies)
+
+    def _is_repeated(self, span: Span, inside: Sequence[Entry], call: Callable[..., Any]) -> bool:
+        """Whether a leaf makes the same calls on its rank's copies, which then are as after it."""
+        now, entry = self._now, span.entry
+        repetition = Repetition(inside)
+        if repetition.differs:
+            return False
+        assert now.values is not None
+        copies = now.leaf_runs.copies(entry.target)
+        before = [(copies(carried), copied(copies(carried))) for carried, _ in entry.held]
+        now.repetition = repetition
+        try:
+            run = now.leaf_runs.run_on_copies(
+                now.values, entry.target, call, (entry.args, entry.kwargs)
+            )
+        finally:
+            now.repetition = None
+        returned = [now.fake(each) for each in tensors_in(run.result)]
+        if (
+            repetition.is_over
+            and not repetition.differs
+            and len(returned) == len(span.returned)
+            and all(map(operator.is_, returned, span.returned))
+        ):
+            return True
+        for obj, state in before:
+            give_state(obj, state)
+        return False
 
     # Aside
 
@@ -551,7 +580,7 @@ class LeafCalls:
         now = self._now
         kept = now.values, now.leaf_runs, self._calls.profile
         now.values = Values(self._scene, self._state, Trace([]), self._calls.where)
-        now.leaf_runs = LeafRuns(self._scene, self._state, self._calls, self._context.random)
+        now.leaf_runs = now.new_runs()
         self._calls.profile = Profile()
         try:
             with (

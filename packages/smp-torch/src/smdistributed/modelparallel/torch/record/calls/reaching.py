@@ -43,6 +43,7 @@ class Reaching:
     def note_run(self, entry: Entry, run: LeafRun) -> None:
         """Notes what a leaf has used in the run that its entry is made of."""
         entry.borrowed = self._borrowed(entry, run.borrowed)
+        self._tell_found(entry, run.made, {id(each) for each in run.borrowed})
         self._tell_reached(entry, run.borrowed, run.done.written)
         self._lend(entry, run.done)
 
@@ -90,6 +91,7 @@ class Reaching:
         left = tensors_left(span.entry.result, span.entry.changes)
         read += [each for each in left if id(each) in before]
         span.entry.borrowed = self._borrowed(span.entry, read, made)
+        self._tell_found(span.entry, inside, before)
         written = [tensor for entry in inside for tensor in entry.changed]
         has_regions = _have_regions(inside, span.entry)
         done = Done(span.snapshot, span.entry.changes, span.entry.left, written, has_regions)
@@ -125,6 +127,27 @@ class Reaching:
         given = set(map(id, tensors_given(entry)))
         known = given.union(made, self._scene.slots)
         return [each for each in read if isinstance(each, FakeTensor) and id(each) not in known]
+
+    def _tell_found(self, entry: Entry, inside: Iterable[Entry], before: Collection[int]) -> None:
+        """Notes in an entry what a leaf finds in objects and gradients would have to go back to.
+
+        Args:
+            entry: of its call.
+            inside: the calls in it.
+            before: identities of what was made before it.
+        """
+        if not entry.held:
+            return
+        given = set(map(id, tensors_given(entry)))
+        used = [*(tensor for _, tensor in entry.outputs)]
+        for call in inside:
+            if any(tensor.requires_grad for _, tensor in call.outputs):
+                used += tensors_given(call)
+        entry.found = [
+            each
+            for each in used
+            if each.requires_grad and id(each) in before and id(each) not in given
+        ]
 
     def _tell_reached(
         self, entry: Entry, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]

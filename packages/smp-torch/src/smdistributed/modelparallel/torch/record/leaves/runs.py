@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.record.calls.forward_hooks import HookCall
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
@@ -56,7 +56,7 @@ class LeafRun:
         changes: the Python state that it changed, put back already.
         hooked: the calls in it, its own included, that have hooks of others.
         grown: what it added to containers that others see: not yet taken out.
-        lines: what it did, as text.
+        lines: what it did and returned, as text.
         read: what it read that no recorded call made.
         hook_calls: the calls of hooks that are lifted out of it.
         made: what it called.
@@ -85,12 +85,19 @@ class LeafRuns:
         state: where the run is.
         calls: of modules.
         random: the random numbers of the step.
+        fake: returns what stands for a tensor.
     """
 
     def __init__(
-        self, scene: Scene, state: RunState, calls: ModuleCalls, random: Randomness
+        self,
+        scene: Scene,
+        state: RunState,
+        calls: ModuleCalls,
+        random: Randomness,
+        fake: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._random = random
+        self._fake = fake
         self._scene = scene
         self._state = state
         self._calls = calls
@@ -115,17 +122,17 @@ class LeafRuns:
             try:
                 result = call()
                 inner = self.inner_of(module)
-                read, written = values.read, values.written
+                read, written = [*values.read], values.written
             finally:
                 changes = [*snapshot.note_changes(), *self._state.possible[possible:]]
                 grown = snapshot.put_back()
             made = values.made
+            lines = values.text(graph, map(self._fake, tensors_in(result)))
             kept = filter(values.is_from_outside, tensors_left(result, changes))
             borrowed = values.borrowed | {id(tensor): tensor for tensor in kept}
         region = self._state.region
         for tap, tensor in (*made_by_calls(made, region), *container_taps(grown)):
             inner.setdefault(id(tensor), (tap, tensor))
-        lines = [node.line(repr) for node in graph.nodes]
         has_regions = any(node.region not in (None, region) for node in graph.nodes)
         done = Done(snapshot, changes, grown, written, has_regions)
         return LeafRun(
@@ -133,10 +140,12 @@ class LeafRuns:
             *(self._hook_calls, made, list(borrowed.values()), done),
         )
 
-    def lines_of(self, values: Values, entries: Sequence[Entry]) -> list[str]:
+    def lines_of(
+        self, values: Values, entries: Sequence[Entry], returned: Sequence[torch.Tensor]
+    ) -> list[str]:
         """Returns what calls that were made in a leaf do, as ``LeafRun.lines`` says it."""
         with self._state.in_leaf():
-            return values.lines_of(entries)
+            return values.text_of(entries, returned)
 
     @contextlib.contextmanager
     def apart(self, values: Values) -> Iterator[Graph]:
@@ -185,18 +194,28 @@ class LeafRuns:
         module: nn.Module,
         call: Callable[..., Any],
         templates: tuple[Any, Any],
-    ) -> list[str]:
+    ) -> LeafRun:
         """Returns what a leaf does on its rank's copies; leaves no trace but in the copies."""
-        assert self._scene.leaves is not None
-        copies = self._copies[self._scene.leaves[module].partition]
+        copies = self.copies(module)
         args, kwargs = fill(templates, Carried, copies)
         kept = self._inner, self._inner_calls.copy(), self._hooked, self._hook_calls
         with self._calls.uncounted(), _without_hooks(module):
-            run = self.run(values, module, lambda: call(*args, **kwargs))
+            try:
+                run = self.run(values, module, lambda: call(*args, **kwargs))
+            except SMPError:
+                raise
+            except Exception as error:
+                # It ran on the objects themselves.
+                raise depends_on_others(self._scene.names[module], templates) from error
         for growth in run.grown:
             growth.remove()
         self._inner, self._inner_calls, self._hooked, self._hook_calls = kept
-        return run.lines
+        return run
+
+    def copies(self, module: nn.Module) -> CarriedObjects:
+        """Returns the copies of the rank that has a leaf."""
+        assert self._scene.leaves is not None
+        return self._copies[self._scene.leaves[module].partition]
 
 
 def depends_on_others(name: str, templates: Any) -> UnsupportedError:

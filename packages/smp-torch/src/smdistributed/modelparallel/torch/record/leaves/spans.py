@@ -43,7 +43,8 @@ class Span:
         snapshot: the Python state before it.
         call: calls modules.
         before: copies of the objects with state that it is given, as they were.
-        outputs: the tensors that it returns and where they stand.
+        returned: the tensors that it returns.
+        outputs: what stands for those that it returns, and where.
         failed: it raised, and code around it went on.
         written: tensors that belong to no model and that it changes, with copies from before.
         left_behind: why it cannot be a leaf, for what it leaves outside of its result.
@@ -61,6 +62,7 @@ class Span:
     before: list[tuple[Carried, Any]]
     end: int = -1
     failed: bool = False
+    returned: list[torch.Tensor] = field(default_factory=list)
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)
     written: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     left_behind: Exception | None = None

@@ -161,6 +161,7 @@ class Entry:
         taken: LEAF: containers out of which code outside has taken what it had put there.
         left: LEAF: the tensors that it puts into containers of its own.
         borrowed: LEAF: tensors of the step that it reads and is not given: others have kept them.
+        found: LEAF: those that it finds in objects with state and computes with, with a gradient.
         lent: LEAF: where it finds tensors that are lent to it, and templates of what is there.
         held: the objects with state that it is given, and what is in them then.
         effects: and what it leaves in them.
@@ -217,6 +218,7 @@ class Entry:
     taken: list[Any] = field(default_factory=list)
     left: list[Growth] = field(default_factory=list)
     borrowed: list[torch.Tensor] = field(default_factory=list)
+    found: list[torch.Tensor] = field(default_factory=list)
     lent: list[tuple[Spot, Any]] = field(default_factory=list)
     held: list[tuple[Carried, Any]] = field(default_factory=list)
     effects: list[tuple[Carried, Any]] = field(default_factory=list)

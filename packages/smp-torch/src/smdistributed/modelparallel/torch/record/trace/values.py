@@ -191,6 +191,7 @@ class Values:
                 slot: slot[0] in self._scene.leaf_of
                 for slot in sorted(entry.reached, key=self._scene.slot_name)
             },
+            found=tuple(dict.fromkeys(node for each in entry.found if (node := self._maker(each)))),
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
             outside=tuple({spot: None for spot, is_lifted in entry.hooks if is_lifted}),
@@ -259,11 +260,9 @@ class Values:
         for tensor in entry.borrowed:
             if id(tensor) in lent:
                 continue
-            value, escaped = self._known.get(id(tensor)), self._escaped.get(id(tensor))
-            if value is None and escaped is None:
+            maker = self._maker(tensor)
+            if maker is None:
                 continue
-            maker = escaped[0] if value is None and escaped is not None else value and value.node
-            assert isinstance(maker, Node)
             home = self._scene.leaves.get(maker.target) if maker.kind is NodeKind.LEAF else None
             if home is None or home.partition != self._scene.leaves[entry.target].partition:
                 raise UnsupportedError(
@@ -272,6 +271,13 @@ class Values:
                     "closure, in another process. Pass it as an argument, read it in code between "
                     "modules, or put the modules on one partition."
                 )
+
+    def _maker(self, tensor: torch.Tensor) -> Node | None:
+        """Returns the node that has made a tensor; None if it is not known."""
+        value, escaped = self._known.get(id(tensor)), self._escaped.get(id(tensor))
+        if value is not None:
+            return value.node
+        return None if escaped is None else escaped[0]
 
     def _node(self, kind: NodeKind, target: Any, name: str, **facts: Any) -> Node:
         return self.graph.add(Node(len(self.graph.nodes), kind, target, name, **facts))
@@ -346,19 +352,36 @@ class Values:
             self._outside, self.borrowed, self.written = outside, borrowed, written
             self.made = made
 
-    def lines_of(self, entries: Iterable[Entry]) -> list[str]:
-        """Returns what entries do, as text; what they have made is not known afterwards."""
+    def text_of(self, entries: Iterable[Entry], returned: Iterable[torch.Tensor]) -> list[str]:
+        """Returns what entries do and what code returns of it, as ``text`` says it.
+
+        What they have made is not known afterwards.
+        """
         sharing = {memory: [*seen] for memory, seen in self._sharing.items()}
         escaped = dict(self._escaped)
         try:
             with self.aside() as graph:
                 for entry in entries:
                     self.take(entry)
-                return [node.line(repr) for node in graph.nodes]
+                return self.text(graph, returned)
         finally:
             self._sharing.clear()
             self._sharing.update(sharing)
             self._escaped = escaped
+
+    def text(self, graph: Graph, returned: Iterable[torch.Tensor]) -> list[str]:
+        """Returns what a graph does and what code returns of it, as text.
+
+        Two leaves whose texts are equal have computed the same from the same tensors.
+        """
+
+        def name(value: Value) -> str:
+            nodes, index = graph.nodes, value.node.index
+            is_own = index < len(nodes) and nodes[index] is value.node
+            return repr(value) if is_own else f"outer {value!r}"
+
+        given = [self.of(each) for each in returned]
+        return [*(node.line(name) for node in graph.nodes), *map(name, given)]
 
     # ------------------------------------------------------------------ reading
 
@@ -475,7 +498,8 @@ class Values:
                 entry.seen = Seen.HOOKS if entry.hooked else Seen.ALL
             return self._bind(tensor, node, tap)
         if not self._state.is_glue:
-            return self._bind(tensor, self._node(NodeKind.CALL, None, "unknown"), ())
+            name = "unknown" if escaped is None else f"%{escaped[0].index} {escaped[2]}"
+            return self._bind(tensor, self._node(NodeKind.CALL, None, name), ())
         raise UnsupportedError(
             f"a tensor of shape {tuple(tensor.shape)} appeared that no recorded call "
             f"made, in {self._where()}: a hook, an attribute or a compiled function "
