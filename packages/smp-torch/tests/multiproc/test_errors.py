@@ -423,7 +423,16 @@ def differ(difference: str) -> None:
         train(model)
         model.get_module().between = lambda x: -x if smp.rank() == asking and x.sum() < 0 else x
         train(model)
-    if difference == "arguments" and smp.rank() == 1:
+    if difference.startswith("branch"):
+        asking = int(difference[-1])
+
+        @smp.step
+        def step(model: Any, x: torch.Tensor) -> None:
+            out = model(-x if smp.rank() == asking and x.sum() < 0 else x)
+            model.backward(out.mean())
+
+        step(model, torch.ones(4, WIDTH))
+    elif difference == "arguments" and smp.rank() == 1:
         smp.step(lambda model, x, y: model(x + y))(model, torch.ones(4, WIDTH), torch.ones(4))
     elif difference == "a number":
         step = smp.step(lambda model, x, factor: model(x * factor))
@@ -443,6 +452,9 @@ def differ(difference: str) -> None:
         ("a number", "recorded different computations"),
         ("question of 0", "different|did not|failed"),
         ("question of 1", "did not make"),
+        # In a microbatch of which nothing is known.
+        ("branch of 0", "is not made here"),
+        ("branch of 1", "did not make"),
     ],
 )
 def test_what_differs_between_ranks_is_named(difference: str, message: str) -> None:

@@ -65,6 +65,8 @@ class Round:
             partition is not decided.
         is_new: some way was not known before.
         is_open: the last microbatch shows what the partition may be, which is decided next.
+        begins: the last microbatch has begun, in which much is new: the others make it beside rank
+            0, which tells of each question.
         asks: the last microbatch is under way, and asks about an activation.
         failure: what was raised by the last microbatch.
     """
@@ -73,13 +75,14 @@ class Round:
     ways: tuple[int | None, ...]
     is_new: bool
     is_open: bool
+    begins: bool
     asks: bool
     failure: Failure | None
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A further question of a microbatch that asks about an activation, as rank 0 tells of it.
+    """A question of a microbatch that the others make beside rank 0, as that tells of it.
 
     Attributes:
         of_all: it is about an activation again; else rank 0 has answered it.

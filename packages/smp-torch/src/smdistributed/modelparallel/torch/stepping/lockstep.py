@@ -2,8 +2,10 @@
 
 Rank 0 of the pipeline runs first: it alone has the inputs, so it answers what the code asks about
 them. It tells the others its answers and the way that each microbatch went, in rounds of some
-milliseconds, so that they run beside it; they run the same code and must go the same ways. An
-exception of the user's is raised on every rank, before anything of the step was sent.
+milliseconds, so that they run beside it; they run the same code and must go the same ways. With a
+microbatch of which nothing is known, as in a first step, whose Python takes seconds, all ranks
+begin at once, and are told each answer when it is found. An exception of the user's is raised on
+every rank, before anything of the step was sent.
 """
 
 from __future__ import annotations
@@ -170,12 +172,12 @@ class Lockstep:
         is_open = is_saying = False
         began = time.perf_counter()
 
-        def say(*, asks: bool = False) -> None:
+        def say(*, asks: bool = False, begins: bool = False) -> None:
             nonlocal is_saying, known, began
             is_new = is_open or len(self._new) > known
             failure = None if raised is None else Failure.of(raised)
             told = tuple(map(tuple, answers))
-            said = Round(told, tuple(ways), is_new, is_open, asks, failure)
+            said = Round(told, tuple(ways), is_new, is_open, begins, asks, failure)
             self._said.append(said)
             is_saying = True
             communicator.tell(said, CommGroup.PP_GROUP)
@@ -194,8 +196,14 @@ class Lockstep:
                         with past_recording():
                             say()
                     ahead = self._looking_ahead(recorder)
-                    decisions = OwnDecisions(ahead, functools.partial(say, asks=True), tell)
+                    begins = self._is_unknown(batch)
+                    decisions = OwnDecisions(
+                        ahead, functools.partial(say, asks=True), tell, begun=begins
+                    )
                     answers.append(decisions.answers)
+                    if begins:
+                        with past_recording():
+                            say(begins=True)
                     passed = self._pass(recorder, batch, decisions)
                     ways.append(None if passed.way is None else passed.way.number)
                     is_open = passed.way is None
@@ -219,38 +227,50 @@ class Lockstep:
                 while not is_last:
                     is_hearing = True
                     with past_recording():
-                        is_last = self._hear(batch)
+                        said = self._hear()
                     is_hearing = False
-                    said = self._said[-1]
+                    if said is None:
+                        raise _not_decided_here()
+                    is_last = self._is_last(batch, said)
                     for position, answers in enumerate(said.answers, 1):
-                        asks = said.asks and position == len(said.answers)
+                        is_last_told = position == len(said.answers)
+                        begins = said.begins and is_last_told
+                        asks = said.asks and is_last_told
                         given = GivenDecisions(
                             functools.partial(tuple, answers),
                             self._looking_ahead(recorder),
-                            self._hear_question if asks else None,
+                            self._hear_question if begins or asks else None,
                             self._join,
+                            begun=begins,
                         )
                         self._pass(recorder, batch, given)
+                        if self._is_asked:
+                            raise _not_decided_here()
         except Exception as error:
             if is_hearing:
                 raise
             raised = error
             self._decline(error)
         while not is_last:
-            is_last = self._hear(batch)
+            said = self._hear()
+            is_last = said is not None and self._is_last(batch, said)
             assert raised is not None
             self._decline(raised)
         return raised
 
-    def _hear(self, batch: MiniBatch) -> bool:
-        """Hears of some microbatches; returns whether no more follow for now."""
+    def _hear(self) -> Round | None:
+        """Hears of some microbatches; None: of a question of one that has come to its end here."""
         said = self._unread or self._next()
         self._unread = None
-        if isinstance(said, Asked):  # of a microbatch that has failed here
-            return False
+        if isinstance(said, Asked):
+            return None
         self._said.append(said)
         self._is_asked |= said.asks
-        is_whole = self._num_said == len(batch.calls) and not said.asks
+        return said
+
+    def _is_last(self, batch: MiniBatch, said: Round) -> bool:
+        """Whether no more microbatches follow for now."""
+        is_whole = self._num_said == len(batch.calls) and not (said.begins or said.asks)
         return is_whole or said.is_open or said.failure is not None
 
     def _next(self) -> Round | Asked:
@@ -281,6 +301,8 @@ class Lockstep:
         said = self._next()
         if isinstance(said, Round):
             self._unread = said
+            if said.failure is not None:
+                raise said.failure.error()
             raise SMPError(
                 "a decision is made here that the first rank of the pipeline did not make: every "
                 "rank must run the same code with the same settings."
@@ -314,6 +336,11 @@ class Lockstep:
         self._ahead.note(trace, call, passed)
         self._note(trace, passed.way)
         return passed
+
+    def _is_unknown(self, batch: MiniBatch) -> bool:
+        """Whether nothing is known of the next microbatch, whose Python then takes long."""
+        call = batch.calls[len(self._passed)]
+        return not self._trace(batch, call).start.following
 
     def _note(self, trace: Trace, way: Way | None) -> None:
         if way is not None and way.plan is None and way.number not in self._new:
@@ -560,6 +587,13 @@ class Lockstep:
                 if entry.way is not None:
                     found.append(entry.way)
         return found
+
+
+def _not_decided_here() -> SMPError:
+    return SMPError(
+        "the first rank of the pipeline makes a decision that is not made here: every rank must "
+        "run the same code with the same settings."
+    )
 
 
 def _different(lines: tuple[str, str], first: int, rank: int) -> SMPError:

@@ -69,6 +69,7 @@ class OwnDecisions:
         begin: has the other ranks come to the first question of the microbatch that all answer.
         tell: tells them of each one that comes after it: whether all answer it, and else the
             answer.
+        begun: they are told of all questions: they have begun with the microbatch.
     """
 
     def __init__(
@@ -76,12 +77,14 @@ class OwnDecisions:
         ahead: LookAhead | None = None,
         begin: Callable[[], None] = lambda: None,
         tell: Callable[[bool, Any], None] = lambda of_all, answer: None,
+        *,
+        begun: bool = False,
     ) -> None:
         self.answers: list[Any] = []
         self._ahead = ahead
         self._begin = begin
         self._tell = tell
-        self._is_shared = False
+        self._is_shared = begun
 
     def answer(self, compute: Callable[[], Any], where: str) -> Any:
         """See ``Decisions``."""
@@ -126,6 +129,7 @@ class GivenDecisions:
         hear: tells of a question that comes after one that all ranks have answered: whether all
             answer it, and else the answer; None if the other recording asks no such question.
         join: takes note that this rank answers with the others.
+        begun: the other recording has begun with this one, so all questions are heard.
     """
 
     def __init__(
@@ -134,6 +138,8 @@ class GivenDecisions:
         ahead: LookAhead | None = None,
         hear: Callable[[], tuple[bool, Any]] | None = None,
         join: Callable[[], None] = lambda: None,
+        *,
+        begun: bool = False,
     ) -> None:
         self._receive = receive
         self._ahead = ahead
@@ -141,7 +147,7 @@ class GivenDecisions:
         self._join = join
         self._answers: Sequence[Any] | None = None
         self._asked = 0
-        self._is_shared = False
+        self._is_shared = begun
 
     @property
     def answers(self) -> Sequence[Any]:
