@@ -3,9 +3,9 @@
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
 ``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``reached``,
-``split_buffers``, ``copied_models`` and ``at_rest`` generate the scripts. What is refused says why;
-nothing may give other numbers than plain PyTorch. Every run tries samples that go through all of
-them in strides; the slow parts are the whole of them.
+``split_buffers``, ``split_parameters``, ``copied_models`` and ``at_rest`` generate the scripts.
+What is refused says why; nothing may give other numbers than plain PyTorch. Every run tries samples
+that go through all of them in strides; the slow parts are the whole of them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import repeated_writes
 import several_gradients
 import shown
 import split_buffers
+import split_parameters
 import torch
 import uses
 import views
@@ -77,6 +78,7 @@ STRIDES = {
     "shown": 285,
     "reached": 343,
     "buffers": 131,
+    "written": 276,
     "copies": 28,
 }
 
@@ -180,12 +182,13 @@ POPULATIONS = {
     "shown": mixed(shown.SHOWS),
     "reached": mixed(reached.REACHED),
     "buffers": mixed(split_buffers.SPLIT),
+    "written": mixed(split_parameters.WRITTEN),
     "copies": mixed(copied_models.COPIES),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
     *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
-    *("features", "derived", "shown", "buffers", "reached"),
+    *("features", "derived", "shown", "buffers", "written", "reached"),
 )
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
@@ -199,7 +202,17 @@ IN_SOME = {
     **IN_BOTH,
     "placed": ("recomputed", "reached"),
     "tied": ("loops", "parameters", "at rest", "copies"),
-    "large": ("state", "uses", "writes", "order", "asked", "shown", "buffers", "reached"),
+    "large": (
+        "state",
+        "uses",
+        "writes",
+        "order",
+        "asked",
+        "shown",
+        "buffers",
+        "written",
+        "reached",
+    ),
 }
 #: Where ranks have partitions, whose values the others read between two steps.
 IN_PIPELINES = ("pp2", "v")
@@ -226,6 +239,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "at rest": (0, 120),
         "shown": (546, 570),
         "buffers": (0, 262),
+        "written": (0, 552),
         "copies": (0, 140),
     },
     "placed": {"recomputed": (287, 720)},
@@ -404,6 +418,11 @@ def try_buffers(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(split_buffers.SPLIT[name]) for name in names}
 
 
+def try_written(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some models that write to parameters between layers."""
+    return {name: uses.outcome(split_parameters.WRITTEN[name]) for name in names}
+
+
 def try_at_rest(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some loops that do one thing with each tensor between two steps."""
     return {name: loops.outcome(at_rest.ACTS[name]) for name in names}
@@ -436,6 +455,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "reached": try_reached,
     "at rest": try_at_rest,
     "buffers": try_buffers,
+    "written": try_written,
     "copies": try_copies,
 }
 

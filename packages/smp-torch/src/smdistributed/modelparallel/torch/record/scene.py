@@ -52,6 +52,7 @@ class Scene:
         inner: leaf -> the modules in it.
         holding: leaf -> of the parameters and buffers in it the dicts, the names there, the fakes.
         leaf_of: module -> the outermost leaf that it is in.
+        on_one: the parameters, and the buffers of leaves, which lie on one rank alone.
         open: the modules of models that have no partition yet.
         hidden: attributes of modules that leaves change.
         lifted: hooks that are lifted out of modules.
@@ -111,6 +112,11 @@ class Scene:
         for leaf in leaves:  # outer modules come first
             for module in self.inner[leaf]:
                 self.leaf_of.setdefault(module, leaf)
+        self.on_one = {
+            slot
+            for slot, fake in fakes.items()
+            if isinstance(fake, nn.Parameter) or slot[0] in self.leaf_of
+        }
 
     def forward_hooks_of(self, module: nn.Module) -> ForwardHooks:
         """Returns the forward hooks of the model that a module is part of."""
