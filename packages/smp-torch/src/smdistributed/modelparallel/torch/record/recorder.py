@@ -46,6 +46,7 @@ from smdistributed.modelparallel.torch.record.calls.refusals import (
     hooks_stand_ins,
 )
 from smdistributed.modelparallel.torch.record.calls.regions import Again, BuffersWatched
+from smdistributed.modelparallel.torch.record.calls.remembering import keep_remembering_whole
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.data import SETTING_DATA, can_be_put, put_data
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
@@ -319,6 +320,8 @@ class Recorder(TorchFunctionMode):
     def _finish(self, result: Any) -> Passed:
         now = self._now
         self._calls.finish()
+        if now.new is not None:
+            keep_remembering_whole(self._context, now, self._deed_of)
         arrays, now.arrays = now.arrays, []  # they hold calls, and so fakes
         for array in arrays:
             array.check()
