@@ -3,9 +3,10 @@
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
 ``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``reached``,
-``split_buffers``, ``split_parameters``, ``copied_models`` and ``at_rest`` generate the scripts.
-What is refused says why; nothing may give other numbers than plain PyTorch. Every run tries samples
-that go through all of them in strides; the slow parts are the whole of them.
+``split_buffers``, ``split_parameters``, ``functional_calls``, ``copied_models`` and ``at_rest``
+generate the scripts. What is refused says why; nothing may give other numbers than plain PyTorch.
+Every run tries samples that go through all of them in strides; the slow parts are the whole of
+them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import at_rest
 import between
 import copied_models
 import derived_numbers
+import functional_calls
 import kept_features
 import layers
 import loops
@@ -79,6 +81,7 @@ STRIDES = {
     "reached": 343,
     "buffers": 131,
     "written": 276,
+    "functional": 41,
     "copies": 28,
 }
 
@@ -183,12 +186,13 @@ POPULATIONS = {
     "reached": mixed(reached.REACHED),
     "buffers": mixed(split_buffers.SPLIT),
     "written": mixed(split_parameters.WRITTEN),
+    "functional": mixed(functional_calls.CALLED),
     "copies": mixed(copied_models.COPIES),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
     *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
-    *("features", "derived", "shown", "buffers", "written", "reached"),
+    *("features", "derived", "shown", "buffers", "written", "functional", "reached"),
 )
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
@@ -240,6 +244,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "shown": (546, 570),
         "buffers": (0, 262),
         "written": (0, 552),
+        "functional": (0, 82),
         "copies": (0, 140),
     },
     "placed": {"recomputed": (287, 720)},
@@ -423,6 +428,11 @@ def try_written(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(split_parameters.WRITTEN[name]) for name in names}
 
 
+def try_functional(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some models that are called with other parameters than their own."""
+    return {name: uses.outcome(functional_calls.CALLED[name]) for name in names}
+
+
 def try_at_rest(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some loops that do one thing with each tensor between two steps."""
     return {name: loops.outcome(at_rest.ACTS[name]) for name in names}
@@ -456,6 +466,7 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "at rest": try_at_rest,
     "buffers": try_buffers,
     "written": try_written,
+    "functional": try_functional,
     "copies": try_copies,
 }
 

@@ -319,6 +319,7 @@ class Recorder(TorchFunctionMode):
 
     def _finish(self, result: Any) -> Passed:
         now = self._now
+        self._check_put_back()
         self._calls.finish()
         if now.new is not None:
             keep_remembering_whole(self._context, now, self._deed_of)
@@ -354,6 +355,21 @@ class Recorder(TorchFunctionMode):
         if entry.way is not None:
             passed.leave_fakes()
         return passed
+
+    def _check_put_back(self) -> None:
+        """Makes sure that modules have their own tensors again that were called with others.
+
+        Raises:
+            UnsupportedError: one has not, and other microbatches would find them.
+        """
+        for module in self._now.functional:
+            if not self._scene.has_its_own(module):
+                raise UnsupportedError(
+                    f"{self._scene.names[module] or 'the model'} is left with other parameters or "
+                    "buffers than its own by code outside it, while a pipelined step runs. Put "
+                    "them into it for the time of a call (torch.func.functional_call), change its "
+                    "own in place, or between two calls of step functions."
+                )
 
     def _way(self, values: Values, log: Sequence[Entry], end: Entry) -> Way:
         """Returns the way that a log of entries has gone to its end."""
