@@ -53,6 +53,10 @@ KINDS: dict[str, tuple[str, str, str, dict[str, str]]] = {
         *("{0}.frozen.weight", "{0}.other.weight", "{0}.first.weight"),
         {"late": "with torch.no_grad(): z = self.other(self.frozen(x))\nx = x + z"},
     ),
+    "frozen on the way": (
+        *("{0}.frozen.weight", "{0}.other.weight", "{0}.first.weight"),
+        {"late": "x = x + self.other(self.frozen(x))"},
+    ),
     "trained early": ("{0}.first.weight", "{0}.second.weight", "{0}.fourth.weight", {}),
     "trained late": ("{0}.third.weight", "{0}.fourth.weight", "{0}.first.weight", {}),
     "its own": (

@@ -80,7 +80,7 @@ STRIDES = {
     "shown": 285,
     "reached": 343,
     "buffers": 131,
-    "written": 276,
+    "written": 331,
     "functional": 41,
     "copies": 28,
 }
@@ -243,7 +243,7 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "at rest": (0, 120),
         "shown": (546, 570),
         "buffers": (0, 262),
-        "written": (0, 552),
+        "written": (0, 662),
         "functional": (0, 82),
         "copies": (0, 140),
     },

@@ -122,8 +122,14 @@ def assigned_behind_its_use(net: Any, x: torch.Tensor) -> None:
     net.first.weight.data = net.first.weight.data * 0.5
 
 
+def assigned_frozen_behind_its_use(net: Any, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = net.early(x)
+    net.early.weight.data = net.early.weight.data * 0.5
+    return out
+
+
 def assigned_a_result(net: Any, x: torch.Tensor) -> None:
-    net.early.bias.data = net.second(x)[0]
+    net.early.bias.data = net.second(x)[0].detach()
 
 
 def read_elsewhere(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +153,9 @@ def of_both(net: Any, x: torch.Tensor) -> None:
         (assigned_of_others, "in memory of their own"),
         (assigned_and_read, "reads what shares memory"),
         (assigned_and_written, "reads what shares memory"),
-        (assigned_behind_its_use, "behind what has a gradient of it"),
+        (assigned_behind_its_use, "behind what has a gradient by it"),
+        (assigned_frozen_behind_its_use, "behind what has a gradient by it"),
+        (assigned_a_result, "a tensor that others have too"),
         (shown_elsewhere, "combines the parameters"),
         (of_both, "reads, on another partition, Linear.weight"),
     ],

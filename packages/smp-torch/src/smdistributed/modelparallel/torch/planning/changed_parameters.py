@@ -177,7 +177,7 @@ def _check_write(node: Node, slot: Slot, before: Iterable[Node]) -> None:
     if any(isinstance(value.source, Value) for value in node.outputs):
         raise _refused(node.name, slot, "changes the shape, the type or the gradient of")
     if node.parted and any(_keeps_for_gradients(each, slot) for each in before):
-        raise _refused(node.name, slot, "gives other memory, behind what has a gradient of it, to")
+        raise _refused(node.name, slot, "gives other memory, behind what has a gradient by it, to")
 
 
 def _uses(node: Node, slot: Slot) -> bool:
@@ -194,8 +194,8 @@ def _uses(node: Node, slot: Slot) -> bool:
 
 def _keeps_for_gradients(node: Node, slot: Slot) -> bool:
     """Whether a call may keep a parameter for its backward pass."""
-    has_gradient = any(value.requires_grad for value in node.outputs)
-    return has_gradient and bool(getattr(*slot).requires_grad) and _uses(node, slot)
+    # A frozen one, too: that of its other arguments is computed with it.
+    return any(value.requires_grad for value in node.outputs) and _uses(node, slot)
 
 
 def _in_several_segments(graph: Graph) -> list[Node]:
