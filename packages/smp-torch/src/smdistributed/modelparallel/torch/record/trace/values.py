@@ -221,6 +221,7 @@ class Values:
             )
         # What lies on one rank stays what it is there, with other numbers.
         bound = set(map(id, self._written_in_place(entry)))
+        entry.writes = bool(bound)
         for tensor, source in made:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
