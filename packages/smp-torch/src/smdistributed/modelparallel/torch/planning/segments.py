@@ -43,6 +43,7 @@ from smdistributed.modelparallel.torch.record.trace.replicated import sources
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.functions import SWITCHING_GRADIENTS
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
+from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 
 @dataclass(eq=False)
@@ -373,10 +374,18 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
 
 
 def _check_state(graph: Graph) -> None:
-    """Refuses code that reads what a module changes."""
+    """Refuses code that reads what a module changes, but for statistics that it changes, too.
+
+    These lie on one rank, and microbatches follow each other.
+    """
     stateful = graph.stateful
+    written = {slot for node in graph.nodes for slot in written_in_place(graph, node)}
     for node in graph.nodes:
-        if node.kind is NodeKind.ATTRIBUTE and node.target[1] in stateful.get(node.target[0], ()):
+        if node.kind is not NodeKind.ATTRIBUTE:
+            continue
+        module, name = node.target
+        is_statistic = node.target in written and not keeps_state({module: {name}})
+        if name in stateful.get(module, ()) and not is_statistic:
             raise UnsupportedError(
                 f"{node.name} is changed by the module that has it, and read by code outside it: "
                 "microbatches that are under way would see each other's. Read it between two "
