@@ -189,7 +189,7 @@ def test_a_checkpointed_call_that_is_split_writes_to_no_parameter() -> None:
 
 def test_numbers_are_put_into_the_memory_that_is_there() -> None:
     parameter, data = nn.Parameter(torch.zeros(2)), torch.ones(2)
-    memory = parameter.data_ptr()
+    memory, version = parameter.data_ptr(), parameter._version
     put_data(parameter, data)
-    assert parameter.data_ptr() == memory
+    assert (parameter.data_ptr(), parameter._version) == (memory, version)
     assert torch.equal(parameter, data)

@@ -18,8 +18,8 @@ def put_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         tensor: a parameter or a buffer.
         data: that code has assigned to its ``.data``.
     """
-    with torch.no_grad():
-        tensor.copy_(data)
+    # Past the version, as an assignment is: what is kept for a backward pass does not see it.
+    tensor.data.copy_(data.detach())
 
 
 def can_be_put(tensor: torch.Tensor, data: Any) -> bool:
