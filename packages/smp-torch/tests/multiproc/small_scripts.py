@@ -2,7 +2,8 @@
 
 A script has a class ``Net`` and a function ``body(model, x, y)`` that returns the loss; ``NET`` is
 its model. If it has ``kept()``, that returns what it has stored, on every rank. Losses, gradients,
-buffers and what is stored must be the same, or the library must refuse it with an error of its own.
+buffers, parameters and what is stored must be the same, or the library must refuse it with an error
+of its own.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def _train(
 
 
 def _plainly(names: dict[str, Any], between: Between, net: nn.Module) -> list[Any]:
-    """Returns losses, gradients and buffers of each step."""
+    """Returns losses, gradients, buffers and parameters of each step."""
     model = Plain(net, 1 / MICROBATCHES)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
@@ -76,7 +77,8 @@ def _plainly(names: dict[str, Any], between: Between, net: nn.Module) -> list[An
             for name, each in net.named_parameters()
         }
         buffers = {name: each.clone() for name, each in net.named_buffers()}
-        found.append((losses, gradients, buffers, _kept(names)))
+        weights = {name: each.detach().clone() for name, each in net.named_parameters()}
+        found.append((losses, gradients, buffers, weights, _kept(names)))
     return found
 
 
@@ -93,7 +95,7 @@ def _is_close(one: Any, other: Any) -> bool:
 
 
 def _difference(expected: Any, found: Any, model: Any, kept: list[Any]) -> str:
-    losses, gradients, buffers, stored = expected
+    losses, gradients, buffers, weights, stored = expected
     # Ranks with slices add products up in another order.
     tolerance = GRADIENT_TOLERANCE * (10 if smp.tp_size() > 1 else 1)
     if len(stored) != len(kept) or not all(map(_is_close, stored, kept)):
@@ -110,6 +112,9 @@ def _difference(expected: Any, found: Any, model: Any, kept: list[Any]) -> str:
         most = tolerance * max(1.0, float(want.abs().max()))
         if not (want - got).abs().max() <= most:
             return f"wrong: gradient of {name}"
+    for name, parameter in model.local_named_parameters():
+        if not torch.allclose(weights[name], parameter.detach(), rtol=1e-5, atol=1e-6):
+            return f"wrong: parameter {name}"
     for name, buffer in model.local_named_buffers():
         if not torch.allclose(buffers[name], buffer, rtol=1e-5, atol=1e-6):
             return f"wrong: buffer {name}"

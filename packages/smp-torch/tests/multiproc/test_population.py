@@ -3,9 +3,10 @@
 ``population``, ``uses``, ``layers``, ``loops``, ``between``, ``writes``, ``order``, ``views``,
 ``repeated_writes``, ``recomputed``, ``around``, ``several_gradients``, ``asked``,
 ``asked_gradients``, ``kept_features``, ``derived_numbers``, ``shown``, ``reached``, ``handed``,
-``split_buffers``, ``copied_models`` and ``at_rest`` generate the scripts. What is refused says why;
-nothing may give other numbers than plain PyTorch. Every run tries samples that go through all of
-them in strides; the slow parts are the whole of them.
+``split_buffers``, ``split_parameters``, ``functional_calls``, ``copied_models`` and ``at_rest``
+generate the scripts. What is refused says why; nothing may give other numbers than plain PyTorch.
+Every run tries samples that go through all of them in strides; the slow parts are the whole of
+them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import at_rest
 import between
 import copied_models
 import derived_numbers
+import functional_calls
 import handed
 import kept_features
 import layers
@@ -36,6 +38,7 @@ import repeated_writes
 import several_gradients
 import shown
 import split_buffers
+import split_parameters
 import torch
 import uses
 import views
@@ -79,6 +82,8 @@ STRIDES = {
     "reached": 343,
     "handed": 168,
     "buffers": 131,
+    "written": 331,
+    "functional": 41,
     "copies": 28,
 }
 
@@ -183,12 +188,14 @@ POPULATIONS = {
     "reached": mixed(reached.REACHED),
     "handed": mixed(handed.HANDED),
     "buffers": mixed(split_buffers.SPLIT),
+    "written": mixed(split_parameters.WRITTEN),
+    "functional": mixed(functional_calls.CALLED),
     "copies": mixed(copied_models.COPIES),
 }
 #: What the recording or the place of parameters decides: others try it before a release.
 ONE_WORLD = (
     *("repeated", "recomputed", "roads", "gradients", "asked", "asked gradients"),
-    *("features", "derived", "shown", "buffers", "reached", "handed"),
+    *("features", "derived", "shown", "buffers", "written", "functional", "reached", "handed"),
 )
 #: In shards a step runs as it is: what matters is what lies between two steps.
 IN_SHARDS = ("loops", "parameters", "roads", "at rest")
@@ -202,7 +209,17 @@ IN_SOME = {
     **IN_BOTH,
     "placed": ("recomputed", "reached", "handed"),
     "tied": ("loops", "parameters", "at rest", "copies"),
-    "large": ("state", "uses", "writes", "order", "asked", "shown", "buffers", "reached"),
+    "large": (
+        "state",
+        "uses",
+        "writes",
+        "order",
+        "asked",
+        "shown",
+        "buffers",
+        "written",
+        "reached",
+    ),
 }
 #: Where ranks have partitions, whose values the others read between two steps.
 IN_PIPELINES = ("pp2", "v")
@@ -229,6 +246,8 @@ SAMPLES: dict[str, dict[str, tuple[int, int]]] = {
         "at rest": (0, 120),
         "shown": (546, 570),
         "buffers": (0, 262),
+        "written": (0, 662),
+        "functional": (0, 82),
         "copies": (0, 140),
     },
     "placed": {"recomputed": (287, 720), "handed": (1, 504)},
@@ -412,6 +431,16 @@ def try_buffers(names: Sequence[str]) -> dict[str, Any]:
     return {name: uses.outcome(split_buffers.SPLIT[name]) for name in names}
 
 
+def try_written(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some models that write to parameters between layers."""
+    return {name: uses.outcome(split_parameters.WRITTEN[name]) for name in names}
+
+
+def try_functional(names: Sequence[str]) -> dict[str, Any]:
+    """Returns what became of some models that are called with other parameters than their own."""
+    return {name: uses.outcome(functional_calls.CALLED[name]) for name in names}
+
+
 def try_at_rest(names: Sequence[str]) -> dict[str, str]:
     """Returns what became of some loops that do one thing with each tensor between two steps."""
     return {name: loops.outcome(at_rest.ACTS[name]) for name in names}
@@ -445,6 +474,8 @@ TRY: dict[str, Callable[[Sequence[str]], dict[str, str]]] = {
     "handed": try_handed,
     "at rest": try_at_rest,
     "buffers": try_buffers,
+    "written": try_written,
+    "functional": try_functional,
     "copies": try_copies,
 }
 

@@ -35,6 +35,11 @@ def test_whatever_way_numbers_change_they_are_put_back_and_counted(write) -> Non
     ]
 
 
+def test_tensors_on_no_device_have_no_numbers() -> None:
+    with contents_kept([torch.zeros(2, device="meta")], "somebody writes"):
+        pass
+
+
 def test_what_cannot_be_put_back_is_refused() -> None:
     sparse = torch.eye(2).to_sparse()
     with (

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.planning.changed_parameters import ChangedParameters
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind
 from smdistributed.modelparallel.torch.record.trace.buffers import KeptBuffer
@@ -19,6 +20,9 @@ class Ranks:
         graph: the captured microbatch.
         partition_of: the partition of every leaf module.
         owner_of: the partition that holds a parameter.
+
+    Attributes:
+        parameters: that the graph writes to.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class Ranks:
         self._owner_of = owner_of
         self._graph = graph
         self._current = 0
+        self.parameters = ChangedParameters(graph, owner_of)
         self._travelling = self._find_travelling(graph)
         #: Of the buffers that the graph changes, those whose last value is made on some rank.
         self._buffers: dict[Slot, int] = self._find_buffers(graph)
@@ -51,12 +56,17 @@ class Ranks:
             node.rank = self._owner_of(node.target)
             if node not in self._travelling:
                 return False
+        elif node in self.parameters.views:
+            node.rank = self.parameters.views[node]
+            return False
+        elif node in self.parameters.ranks:
+            node.rank = self.parameters.ranks[node]
         elif node.beside is not None:
             node.rank = node.beside.rank
         elif node.kind is NodeKind.LEAF:
             node.rank = self._partition_of[node.target]
         else:
-            node.rank = rank_of_glue(node, self._current)
+            node.rank = rank_of_glue(node, self._current, self.parameters.views)
         self._current = node.rank
         return True
 
@@ -96,7 +106,13 @@ class Ranks:
             for value in (*graph.roots, *graph.returned)
             if value.node.kind is NodeKind.ATTRIBUTE and not value.replicated
         ]
-        return {value.node for value in (*handed, *ends)}
+        return {*(value.node for value in (*handed, *ends)), *self.parameters.given}
+
+    @property
+    def in_order(self) -> list[Node]:
+        """The nodes, parameters first that come over for writes to those of other partitions."""
+        first = dict.fromkeys(self.parameters.given)
+        return [*first, *(node for node in self._graph.nodes if node not in first)]
 
 
 def changed_buffer(graph: Graph, node: Node) -> Slot | None:
@@ -107,17 +123,23 @@ def changed_buffer(graph: Graph, node: Node) -> Slot | None:
     return node.target if is_changed else None
 
 
-def rank_of_glue(node: Node, current: int) -> int:
-    """Glue runs where its parameter is, else where its latest operand was made."""
+def rank_of_glue(node: Node, current: int, views: Container[Node] = ()) -> int:
+    """Glue runs where its parameter is, else where its latest operand was made.
+
+    Args:
+        node: the call.
+        current: where the calls before it are made.
+        views: calls that show parameters, where these lie.
+    """
     made_by = [value.node for value in node.inputs if not value.replicated]
-    owners = {maker.rank for maker in made_by if maker.kind is NodeKind.ATTRIBUTE}
+    lying = [maker for maker in made_by if maker.kind is NodeKind.ATTRIBUTE or maker in views]
+    owners = {maker.rank for maker in lying}
     if len(owners) > 1:
-        names = sorted(maker.name for maker in made_by if maker.kind is NodeKind.ATTRIBUTE)
         raise UnsupportedError(
-            f"{node.name} combines the parameters {', '.join(names)}, which live on partitions "
-            f"{sorted(owners)}. Put the modules that hold them on one partition."
+            f"{node.name} combines the parameters {', '.join(sorted(each.name for each in lying))},"
+            f" which live on partitions {sorted(owners)}. Put the modules that hold them on one "
+            "partition."
         )
     if owners:
         return owners.pop()
-    makers = [maker for maker in made_by if maker.kind is not NodeKind.ATTRIBUTE]
-    return max(makers, key=lambda maker: maker.index).rank if makers else current
+    return max(made_by, key=lambda maker: maker.index).rank if made_by else current

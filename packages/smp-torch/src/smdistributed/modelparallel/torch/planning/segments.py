@@ -19,6 +19,10 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
+from smdistributed.modelparallel.torch.planning.changed_parameters import (
+    parameters_in_turn,
+    written_in_place,
+)
 from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.planning.late_values import (
     LateValues,
@@ -39,6 +43,7 @@ from smdistributed.modelparallel.torch.record.trace.replicated import sources
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.functions import SWITCHING_GRADIENTS
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
+from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 
 @dataclass(eq=False)
@@ -117,7 +122,8 @@ class Plan:
     @cached_property
     def in_turn(self) -> list[str]:
         """Why microbatches must run one after the other; empty if they may overlap."""
-        return [*_called_again(self.graph), *_reached(self.graph)] + [
+        found = [*_called_again(self.graph), *_reached(self.graph), *parameters_in_turn(self.graph)]
+        return found + [
             f"of {node.name or 'the model'}, {node.in_turn}"
             for segment in self.segments
             if segment.index in self.backward
@@ -281,7 +287,7 @@ def _assign(
     """Gives every node a rank and groups consecutive nodes of one rank."""
     segments: list[SegmentNodes] = []
     ranks = Ranks(graph, partition_of, owner_of)
-    for node in graph.nodes:
+    for node in ranks.in_order:
         if not ranks.place(node):
             continue
         if not segments or segments[-1].rank != node.rank:
@@ -290,6 +296,7 @@ def _assign(
         cost = costs.of(node.work)
         segments[-1].costs += cost if node.grad_enabled else replace(cost, weights=0.0)
         node.segment = segments[-1].index
+    ranks.parameters.check(graph)
     return segments
 
 
@@ -327,15 +334,16 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
     last_read |= dict.fromkeys(returned, len(graph.nodes))
     for node in graph.nodes:
         for value in (*node.changes, *node.aliases):
-            # Without a backward pass a parameter changes on its rank, microbatch by microbatch. Of
-            # a buffer of a split module a copy changes.
+            # Code between modules changes a parameter on its rank; of a buffer of a split module a
+            # copy changes.
             is_copy = value.replicated or value.node.target in graph.buffers
-            if value.node.kind is NodeKind.ATTRIBUTE and graph.roots and not is_copy:
+            is_seen = is_copy or written_in_place(graph, node)
+            if value.node.kind is NodeKind.ATTRIBUTE and graph.roots and not is_seen:
                 raise UnsupportedError(
-                    f"{node.name} changes {value.node.name} in place, in code that is split over "
-                    "partitions: other partitions and microbatches would not see it when one "
-                    "process would. Change it inside a module that stays whole, or between two "
-                    "calls of step functions."
+                    f"{node.name} changes {value.node.name}, which it is given, in place, while a "
+                    "pipelined step runs: other partitions and microbatches would not see it when "
+                    "one process would. Change it in the module that has it, or between two calls "
+                    "of step functions."
                 )
         if node.segment < 0 or node.target in SWITCHING_GRADIENTS:
             continue
@@ -366,10 +374,18 @@ def _check_in_place(graph: Graph, readers: Mapping[Value, list[int]], returned: 
 
 
 def _check_state(graph: Graph) -> None:
-    """Refuses code that reads what a module changes."""
+    """Refuses code that reads what a module changes, but for statistics that it changes, too.
+
+    These lie on one rank, and microbatches follow each other.
+    """
     stateful = graph.stateful
+    written = {slot for node in graph.nodes for slot in written_in_place(graph, node)}
     for node in graph.nodes:
-        if node.kind is NodeKind.ATTRIBUTE and node.target[1] in stateful.get(node.target[0], ()):
+        if node.kind is not NodeKind.ATTRIBUTE:
+            continue
+        module, name = node.target
+        is_statistic = node.target in written and not keeps_state({module: {name}})
+        if name in stateful.get(module, ()) and not is_statistic:
             raise UnsupportedError(
                 f"{node.name} is changed by the module that has it, and read by code outside it: "
                 "microbatches that are under way would see each other's. Read it between two "

@@ -182,6 +182,10 @@ class Node:
         draws: whether it draws random numbers; None: nobody knows before it is computed.
         work: what its forward pass does.
         changes: values whose tensors it changes in place.
+        aliases: others in their memory.
+        shows: CALL: parameters, and buffers of whole modules, in whose memory its results lie.
+        parted: CALL: values in memory that it has other tensors share, or share no more, in one
+            process, and not here.
         taps: LEAF: where tensors leave it besides its result.
         region: the checkpointed call that it belongs to; None outside. Each rank sees to its own
             part.
@@ -227,6 +231,8 @@ class Node:
     outputs: list[Value] = field(default_factory=list)
     changes: list[Value] = field(default_factory=list)
     aliases: list[Value] = field(default_factory=list)
+    shows: frozenset[tuple[nn.Module, str]] = frozenset()
+    parted: list[Value] = field(default_factory=list)
     taps: list[Tap] = field(default_factory=list)
     region: Region | None = None
     rank: int = -1

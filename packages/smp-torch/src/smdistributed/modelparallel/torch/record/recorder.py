@@ -46,7 +46,9 @@ from smdistributed.modelparallel.torch.record.calls.refusals import (
     hooks_stand_ins,
 )
 from smdistributed.modelparallel.torch.record.calls.regions import Again, BuffersWatched
+from smdistributed.modelparallel.torch.record.calls.remembering import keep_remembering_whole
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
+from smdistributed.modelparallel.torch.record.data import SETTING_DATA, can_be_put, put_data
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.leaves.spans import collapsed, leaf_spans
@@ -81,6 +83,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,
     slices_guarded,
 )
+from smdistributed.modelparallel.torch.tensors.foreach import is_foreach, one_by_one
 from smdistributed.modelparallel.torch.tensors.functions import (
     GIVING_BACKWARD_CODE,
     HOOKING_GRADIENTS,
@@ -316,7 +319,10 @@ class Recorder(TorchFunctionMode):
 
     def _finish(self, result: Any) -> Passed:
         now = self._now
+        self._check_put_back()
         self._calls.finish()
+        if now.new is not None:
+            keep_remembering_whole(self._context, now, self._deed_of)
         arrays, now.arrays = now.arrays, []  # they hold calls, and so fakes
         for array in arrays:
             array.check()
@@ -349,6 +355,21 @@ class Recorder(TorchFunctionMode):
         if entry.way is not None:
             passed.leave_fakes()
         return passed
+
+    def _check_put_back(self) -> None:
+        """Makes sure that modules have their own tensors again that were called with others.
+
+        Raises:
+            UnsupportedError: one has not, and other microbatches would find them.
+        """
+        for module in self._now.functional:
+            if not self._scene.has_its_own(module):
+                raise UnsupportedError(
+                    f"{self._scene.names[module] or 'the model'} is left with other parameters or "
+                    "buffers than its own by code outside it, while a pipelined step runs. Put "
+                    "them into it for the time of a call (torch.func.functional_call), change its "
+                    "own in place, or between two calls of step functions."
+                )
 
     def _way(self, values: Values, log: Sequence[Entry], end: Entry) -> Way:
         """Returns the way that a log of entries has gone to its end."""
@@ -477,6 +498,12 @@ class Recorder(TorchFunctionMode):
         if not self._state.leaf_depth:
             if isinstance(kwargs.get("generator"), torch.Generator):
                 return self._new.draw(func, args, kwargs)
+            if func == SETTING_DATA and self._only_numbers(*args):
+                func = put_data
+            elif is_foreach(func) and (len(args[0]) > 1):
+                # Its tensors may lie on several partitions.
+                call = functools.partial(self.__torch_function__, func, types)
+                return one_by_one(call, args, kwargs)
             entry = self._known.match(EntryKind.CALL, func, args, kwargs)
             if entry is not None:
                 return self._known.answer(entry, lambda: func(*args, **kwargs))
@@ -487,7 +514,8 @@ class Recorder(TorchFunctionMode):
         self._refuse(func, args)
         if isinstance(func, OpOverload):
             return self._new.call_operator(func, args, kwargs)
-        name = torch.overrides.resolve_name(func) or getattr(func, "__name__", str(func))
+        called = SETTING_DATA if func is put_data else func
+        name = torch.overrides.resolve_name(called) or getattr(func, "__name__", str(func))
         try:
             return self._new.make(func, name, func, args, kwargs)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -496,6 +524,15 @@ class Recorder(TorchFunctionMode):
         # It takes numbers alone.
         args, kwargs = fill((args, kwargs), PendingNumber, PendingNumber.value)
         return self.__torch_function__(func, types, args, kwargs)
+
+    def _only_numbers(self, tensor: torch.Tensor, data: Any) -> bool:
+        """Whether an assignment to ``.data`` gives a tensor of a model nothing but numbers."""
+        fake = self._now.fake(tensor)
+        if id(fake) not in self._scene.slots:
+            return False
+        with self._state.pausing():
+            data = self._now.fake(data)
+            return can_be_put(fake, data) and not self._scene.slots_in(data)
 
     def _refuse(self, func: Any, args: Any) -> None:
         if func in HOOKING_GRADIENTS:

@@ -52,6 +52,7 @@ class Scene:
         inner: leaf -> the modules in it.
         holding: leaf -> of the parameters and buffers in it the dicts, the names there, the fakes.
         leaf_of: module -> the outermost leaf that it is in.
+        on_one: the parameters, and the buffers of leaves, which lie on one rank alone.
         open: the modules of models that have no partition yet.
         hidden: attributes of modules that leaves change.
         lifted: hooks that are lifted out of modules.
@@ -94,23 +95,19 @@ class Scene:
                 self.storages[memory] = self.storages.get(memory, frozenset()) | {slot}
         self._real: dict[int, torch.Tensor] = {}
         self.inner = {leaf: tuple(leaf.modules()) for leaf in leaves}
-        fakes = {slot: fake for model in models for slot, fake in model.slots.items()}
-        places = {
-            leaf: [
-                (tensors, name, fakes[module, name])
-                for module in self.inner[leaf]
-                for tensors in (module._parameters, module._buffers)
-                for name in tensors
-                if (module, name) in fakes
-            ]
-            for leaf in leaves
-        }
+        self._fakes = {slot: fake for model in models for slot, fake in model.slots.items()}
+        places = {leaf: self._held_by(self.inner[leaf]) for leaf in leaves}
         # In columns: each call of a leaf goes over them.
         self.holding = {leaf: _columns(found) for leaf, found in places.items()}
         self.leaf_of: dict[nn.Module, nn.Module] = {}
         for leaf in leaves:  # outer modules come first
             for module in self.inner[leaf]:
                 self.leaf_of.setdefault(module, leaf)
+        self.on_one = {
+            slot
+            for slot, fake in self._fakes.items()
+            if isinstance(fake, nn.Parameter) or slot[0] in self.leaf_of
+        }
 
     def forward_hooks_of(self, module: nn.Module) -> ForwardHooks:
         """Returns the forward hooks of the model that a module is part of."""
@@ -252,22 +249,28 @@ class Scene:
                 "partition."
             )
 
-    def check_holding(self, leaf: nn.Module) -> None:
-        """Makes sure that a leaf has its own parameters and buffers.
+    def has_its_own(self, module: nn.Module) -> bool:
+        """Whether a module, and those in it, have their own parameters and buffers at present.
 
-        Raises:
-            UnsupportedError: code has put something else in their places.
+        Code may call them with others, by ``torch.func.functional_call``.
         """
-        tensors, names, fakes = self.holding[leaf]
-        if not all(map(operator.is_, map(dict.get, tensors, names), fakes)):
-            found = zip(names, map(dict.get, tensors, names), fakes, strict=True)
-            name = next(name for name, now, fake in found if now is not fake)
-            raise UnsupportedError(
-                f"{name} of a module in {self.names[leaf] or 'the model'} is replaced by another "
-                "tensor while the step function runs (torch.func.functional_call, an assignment, a "
-                "parametrization from outside). The module would run with its own: change its "
-                "tensors in place, or between two calls of step functions."
-            )
+        if module in self.holding:
+            tensors, names, fakes = self.holding[module]
+        else:
+            tensors, names, fakes = _columns(self._held_by(self.inner_of(module)))
+        return all(map(operator.is_, map(dict.get, tensors, names), fakes))
+
+    def _held_by(
+        self, modules: Iterable[nn.Module]
+    ) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+        """Returns of parameters and buffers of modules the dicts, the names there, the fakes."""
+        return [
+            (tensors, name, self._fakes[module, name])
+            for module in modules
+            for tensors in (module._parameters, module._buffers)
+            for name in tensors
+            if (module, name) in self._fakes
+        ]
 
     def settle(self, entry: Entry) -> None:
         """Finds out which state a leaf keeps, when it is known to be one.

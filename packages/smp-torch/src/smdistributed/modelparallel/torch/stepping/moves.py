@@ -53,7 +53,7 @@ class Moves:
         found = Moves(calls)
         differentiates = any(each.kind is EntryKind.BACKWARD for each in calls)
         for number, call in enumerate(calls, 1):
-            if keeps_state(call.stateful):
+            if call.writes or keeps_state(call.stateful):
                 found.state = number
             found.statistics |= dict.fromkeys(call.stateful, number)
             found.evaluating |= _evaluating([call])

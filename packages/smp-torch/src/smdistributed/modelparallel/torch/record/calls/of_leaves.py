@@ -138,14 +138,16 @@ class LeafCalls:
             return self._now.call_inside(call, module, *args, **kwargs)
         if any(isinstance(each, PendingNumber) for each in (*args, *kwargs.values())):
             args, kwargs = self._numbers_known(module, args, kwargs)
-        if module in self._scene.leaves:
-            self._scene.check_holding(module)
-            entry = self._known.match(EntryKind.LEAF, module, args, kwargs)
-            if entry is not None:
+        is_leaf = module in self._scene.leaves
+        if is_leaf or module in self._scene.open:
+            if not self._scene.has_its_own(module):
+                self._now.functional.add(module)  # its code is that of a split one
+            elif not is_leaf:
+                return self._open_call(call, module, args, kwargs)
+            elif (entry := self._known.match(EntryKind.LEAF, module, args, kwargs)) is not None:
                 return self._answer(entry, call)
-            return self._new_leaf(call, module, args, kwargs)
-        if module in self._scene.open:
-            return self._open_call(call, module, args, kwargs)
+            else:
+                return self._new_leaf(call, module, args, kwargs)
         self._scene.check_hooks(module)
         if self._now.values is None:
             return self._calls.follow(call, module, args, kwargs)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.record.data import SETTING_DATA
 
 _HOOKS = "hooks of tensors would see the stand-ins of a recording, not the gradients"
 _FIX = "Do it inside one module, or put the modules that it concerns on one partition."
@@ -25,7 +26,10 @@ _REFUSED: Mapping[Callable[..., Any], str] = {
     _TENSOR.register_hook: _HOOKS,
     _TENSOR.register_post_accumulate_grad_hook: _HOOKS,
     _TENSOR.retain_grad: "gradients of activations are not kept",
-    _TENSOR.data.__set__: "an assignment to .data is not recorded",
+    SETTING_DATA: (
+        "an assignment to .data is recorded where it gives a parameter or a buffer other numbers, "
+        "of its shape and type, in memory of their own (x.clone())"
+    ),
     _TENSOR.grad.__get__: _EARLY,
     _TENSOR.grad.__set__: _EARLY,
     _TENSOR.data_ptr: _NO_MEMORY,

@@ -20,12 +20,11 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     function_modes_left,
     past_dispatch_modes,
 )
-from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, changed_attributes
+from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind
 from smdistributed.modelparallel.torch.record.questions.question import Before, Question
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Seen
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
-from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
@@ -72,8 +71,7 @@ class Ahead:
         """
         if self._is_inside() or not self._now.decisions.can_look_ahead:
             raise depends_on_values(where)
-        is_open = self._context.state.is_open
-        return question_ahead(entry, self._now.log, self._now.new_values(), where, is_open=is_open)
+        return question_ahead(entry, self._now.log, self._now.new_values(), where)
 
     def _is_inside(self) -> bool:
         """Whether a module asks that is whole, or will be: it runs with its values."""
@@ -120,9 +118,7 @@ class Ahead:
             state.runs_for_real = former
 
 
-def question_ahead(
-    entry: Entry, log: Sequence[Entry], values: Values, where: str, *, is_open: bool = False
-) -> Question:
+def question_ahead(entry: Entry, log: Sequence[Entry], values: Values, where: str) -> Question:
     """Returns a question about activations.
 
     Args:
@@ -130,12 +126,11 @@ def question_ahead(
         log: what came before.
         values: writes the graph of that; new.
         where: who asks, for messages.
-        is_open: the partition is not decided, so that one rank computes it.
 
     Raises:
         UnsupportedError: what comes before cannot be computed twice.
     """
-    before = computed_before(log, values, where, is_open=is_open)
+    before = computed_before(log, values, where)
     question = Question.of(entry, values, where, before)
     if any(value.node.late for value in question.asked):
         raise depends_on_values(where, "it is a gradient, or computed from one")
@@ -143,20 +138,18 @@ def question_ahead(
     return question
 
 
-def computed_before(
-    log: Sequence[Entry], values: Values, where: str, *, is_open: bool = False
-) -> Before:
+def computed_before(log: Sequence[Entry], values: Values, where: str) -> Before:
     """Returns what some calls of a microbatch compute; see ``question_ahead``."""
     for each in log:
         values.take(each)
     graph = values.graph
     graph.roots, graph.late, graph.gradients = [], [], []
-    if reason := _not_twice(graph, log, is_open=is_open):
+    if reason := _not_twice(graph, log):
         raise depends_on_values(where, reason)
     return Before(graph, len(graph.nodes))
 
 
-def _not_twice(graph: Graph, log: Sequence[Entry], *, is_open: bool) -> str:
+def _not_twice(graph: Graph, log: Sequence[Entry]) -> str:
     """Returns why something cannot be computed once more than the script says; "" if it can."""
     for entry in log:
         if entry.kind is EntryKind.LEAF and entry.seen is not Seen.NOTHING:
@@ -168,11 +161,6 @@ def _not_twice(graph: Graph, log: Sequence[Entry], *, is_open: bool) -> str:
     for node in graph.nodes:
         if node.kind is NodeKind.CALL and node.target is None:
             return "an unknown call made a tensor"
-        for value in () if is_open else changed_attributes(node):
-            module, name = value.node.target
-            # Of a buffer of a split module a copy changes.
-            if not value.replicated and keeps_state({module: {name}}):
-                return f"{node.name} changes a parameter or buffer"
     return ""
 
 

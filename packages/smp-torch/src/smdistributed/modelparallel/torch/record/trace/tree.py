@@ -156,6 +156,7 @@ class Entry:
         kept_by_hooks: LEAF: tensors in it that they store.
         unseen: LEAF: attributes that these have set, and that make no difference to it.
         is_of_hook: a forward hook that is lifted out of a module makes the call.
+        writes: CALL: it writes to what lies on one rank.
         refusal: why it can be made only in a module that stays whole; else "".
         grown: LEAF: what it puts into containers, until its microbatch is over.
         taken: LEAF: containers out of which code outside has taken what it had put there.
@@ -213,6 +214,7 @@ class Entry:
     kept_by_hooks: list[torch.Tensor] = field(default_factory=list)
     unseen: set[tuple[nn.Module, str]] = field(default_factory=set)
     is_of_hook: bool = False
+    writes: bool = False
     refusal: str = ""
     grown: list[Growth] = field(default_factory=list)
     taken: list[Any] = field(default_factory=list)

@@ -13,6 +13,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.record.data import put_data
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import (
     Graph,
@@ -208,6 +209,10 @@ class Values:
                 self._escaped[key] = node, entry, tap, tensor
         made: list[tuple[torch.Tensor, Any]] = [(tensor, path) for path, tensor in entry.outputs]
         made += [(tensor, before[id(tensor)]) for tensor in entry.changed]
+        if kind is NodeKind.CALL:
+            node.shows = self._on_one(tensor for _, tensor in entry.outputs)
+        if entry.target is put_data:
+            node.parted = self._parted(entry)
         made += self._change(node, entry)
         if late and self._state.is_glue and len(self.sharing(entry.changed)) > len(before):
             raise UnsupportedError(
@@ -215,7 +220,9 @@ class Values:
                 "pipelined step runs. Write to the gradient itself (gradient[:, 0] = 0), or "
                 "return a new one."
             )
-        bound: set[int] = set()
+        # What lies on one rank stays what it is there, with other numbers.
+        bound = set(map(id, self._written_in_place(entry)))
+        entry.writes = bool(bound)
         for tensor, source in made:
             if id(tensor) not in bound:
                 bound.add(id(tensor))
@@ -327,6 +334,36 @@ class Values:
                     # Whoever is on another partition reads it when the segment is over.
                     value.requires_grad |= entry.specs[id(other)].requires_grad
         return seen
+
+    def _written_in_place(self, entry: Entry) -> list[torch.Tensor]:
+        """Returns the tensors in the memory of parameters that a call between modules writes to."""
+        if entry.kind is not EntryKind.CALL or entry.repeats or self._state.leaf_depth:
+            return []
+        return [tensor for tensor in entry.changed if self._on_one([tensor])]
+
+    def _on_one(self, tensors: Iterable[torch.Tensor]) -> frozenset[Slot]:
+        """Returns what lies on one rank alone, in whose memory tensors are."""
+        slots = map(self._scene.slots_in, tensors)
+        return frozenset().union(*slots) & self._scene.on_one
+
+    def _parted(self, entry: Entry) -> list[Value]:
+        """Returns what shares memory before an assignment to ``.data``, or behind it.
+
+        Raises:
+            UnsupportedError: the data may be another's, who keeps it.
+        """
+        parameter, data = entry.args
+        shared = self._sharing[storage_of(data)] if isinstance(data, FakeTensor) else ()
+        if self._state.is_glue and not (
+            shared and all(value.node.kind is NodeKind.CALL for _, value in shared)
+        ):
+            raise UnsupportedError(
+                f"{entry} was given a tensor that others have too (an argument of the step, a "
+                "result of a module, a constant), while a pipelined step runs: ranks would not see "
+                "what becomes of it. Assign a copy (x.clone())."
+            )
+        former = self._sharing[storage_of(parameter)]
+        return [value for each, value in (*former, *shared) if each is not parameter]
 
     def sharing(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Returns tensors and all others that lie in the same memory."""
@@ -471,13 +508,8 @@ class Values:
         model, slot = self._scene.slots[id(tensor)]
         self.models.add(model.model)
         self.borrowed[id(tensor)] = tensor
-        # Parameters live on one rank, as do the modules that stay whole; buffers of the others are
-        # everywhere, and of the same content as long as nothing in the step changes them.
-        replicated = (
-            not isinstance(tensor, nn.Parameter)
-            and slot[0] not in self._scene.leaf_of
-            and slot not in self._changed
-        )
+        # What is on every rank is of the same content as long as nothing in the step changes it.
+        replicated = slot not in self._scene.on_one and slot not in self._changed
         node = self._node(NodeKind.ATTRIBUTE, slot, model.slot_name(slot), replicated=replicated)
         return self._bind(tensor, node, ())
 
