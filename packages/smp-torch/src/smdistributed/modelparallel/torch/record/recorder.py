@@ -313,9 +313,9 @@ class Recorder(TorchFunctionMode):
         self._calls.begin()
 
     def _deed_of(self, entry: Entry) -> Deed | None:
-        """See ``LeafCalls.deed_of``; also between microbatches."""
+        """See ``CallsAside.deed_of``; also between microbatches."""
         with contextlib.nullcontext() if self._is_active else self:
-            return self._leaves.deed_of(self._call_of_modules, entry)
+            return self._leaves.aside.deed_of(self._call_of_modules, entry)
 
     def _finish(self, result: Any) -> Passed:
         now = self._now
@@ -451,11 +451,11 @@ class Recorder(TorchFunctionMode):
         everything = [*opened.known, *log]
         for span in done:
             self._leaves.lift(span.entry)
-            self._leaves.settle(span.entry, span.call)
+            self._leaves.aside.settle(span.entry, span.call)
         for position, entry in enumerate(everything):
             if entry.held and id(entry) in spans:
                 span = spans[id(entry)]
-                self._leaves.check_held(span, opened.log[span.start : span.end])
+                self._leaves.held.check(span, opened.log[span.start : span.end])
             if entry.question is not None:
                 entry.question = self._again(entry.question, entry, everything[:position])
             values.take(entry)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,16 +15,13 @@ from smdistributed.modelparallel.torch.compat.private.modes import attributes_of
 from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
     ActivationGradients,
 )
+from smdistributed.modelparallel.torch.record.calls.aside import CallsAside
+from smdistributed.modelparallel.torch.record.calls.held import HeldObjects
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
-from smdistributed.modelparallel.torch.record.calls.lifted_hooks import has_gradient_hooks
 from smdistributed.modelparallel.torch.record.calls.outside import OutsideHooks
 from smdistributed.modelparallel.torch.record.calls.reaching import Reaching
-from smdistributed.modelparallel.torch.record.costs.meter import Profile
-from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
-from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import Moment
-from smdistributed.modelparallel.torch.record.leaves.lending import in_place
-from smdistributed.modelparallel.torch.record.leaves.repetition import Repetition
-from smdistributed.modelparallel.torch.record.leaves.runs import Watch, depends_on_others
+from smdistributed.modelparallel.torch.record.leaves.attributes import LeafAttributes
+from smdistributed.modelparallel.torch.record.leaves.runs import Watch
 from smdistributed.modelparallel.torch.record.leaves.spans import (
     Span,
     hooked_calls,
@@ -36,22 +32,17 @@ from smdistributed.modelparallel.torch.record.microbatch import Context, Microba
 from smdistributed.modelparallel.torch.record.questions.pending import PendingNumber, plain
 from smdistributed.modelparallel.torch.record.trace.taps import (
     call_hooks,
-    hooks_of_packages_removed,
 )
 from smdistributed.modelparallel.torch.record.trace.tree import (
     Constant,
     Entry,
     EntryKind,
     Seen,
-    Trace,
 )
-from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.carried import (
     Carried,
-    CarriedObjects,
     Contents,
     copied,
-    give_state,
     state_of,
 )
 from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
@@ -64,8 +55,6 @@ from smdistributed.modelparallel.torch.tensors.nested import (
     tensors_in,
 )
 from smdistributed.modelparallel.torch.tensors.writes import large_arrays_copied
-from smdistributed.modelparallel.torch.trial.passes import PassTrial
-from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 
 class LeafCalls:
@@ -103,6 +92,10 @@ class LeafCalls:
         self._calls = context.calls
         #: Knows what modules use that they are not given.
         self.reaching = Reaching(context, now)
+        #: Calls leaves on the copies of objects with state.
+        self.held = HeldObjects(context, now)
+        #: Finds out what leaves keep.
+        self.aside = CallsAside(context, now, attributes, gradients)
 
     def call(
         self,
@@ -223,14 +216,11 @@ class LeafCalls:
                 self._context.meter, self._context.random, self._state, module, (args, kwargs)
             )
             measured = functools.partial(now.call_inside, call, module)
-            templates = entry.args, entry.kwargs
             handed = self._handed(entry)
             given = _items_given(args, kwargs)
             with self._attributes.shown_to(module):
-                alike = None
-                if entry.held:
-                    with self._gradients.aside():
-                        alike = now.leaf_runs.run_on_copies(values, module, measured, templates)
+                with self._gradients.aside():
+                    on_copies = self.held.run_on_copies(entry, measured)
                 run = now.leaf_runs.run(values, module, lambda: measured(*args, **kwargs))
                 result = self._computed(run.result, (args, kwargs), self._stand_in)
                 now.grown += run.grown
@@ -244,12 +234,9 @@ class LeafCalls:
                 self._complete(entry, result, run.changes, handed)
             if (left := _left_behind(entry, given)) is not None:
                 raise left
-            if alike is not None:
-                if alike.lines != run.lines:
-                    raise depends_on_others(entry.name, templates)
-                now.note_again(entry, alike)
+            self.held.compare(entry, run, on_copies)
             self.lift(entry)
-            self.settle(entry, call)
+            self.aside.settle(entry, call)
             now.add(entry)
             self.end(entry)
         self._gradients.settle()
@@ -399,203 +386,6 @@ class LeafCalls:
             hooks = self._scene.forward_hooks_of(span.module).lifted()
             own = self._scene.snapshot(span.module, moved=self._scene.own_tensors)
             span.snapshot.forget(Snapshot((), [each.function for each in hooks]), but_for=own)
-
-    def check_held(self, span: Span, inside: Sequence[Entry]) -> None:
-        """Makes sure that a leaf does not depend on what another rank left in an object.
-
-        Args:
-            span: the leaf.
-            inside: what it called when it was met.
-        """
-        now, entry = self._now, span.entry
-        assert now.values is not None
-        # The run that made the span has calls of its own.
-        call = functools.partial(now.call_inside, span.call, span.module)
-        templates = entry.args, entry.kwargs
-        if self._is_repeated(span, inside, call):
-            return
-        on_copies = now.leaf_runs.run_on_copies(now.values, entry.target, call, templates)
-        if on_copies.lines != now.leaf_runs.lines_of(now.values, inside, span.returned):
-            # What it called between modules may stand there in other words than in a leaf.
-            fresh = CarriedObjects(Carried.stand_in)
-            for carried, before in span.before:
-                give_state(fresh(carried), before)
-            arguments = fill((entry.args, entry.kwargs), Carried, fresh)
-            with self._calls.uncounted():
-                lines = now.leaf_runs.run(
-                    now.values, entry.target, lambda: call(*arguments[0], **arguments[1])
-                ).lines
-            if lines != on_copies.lines:
-                raise depends_on_others(entry.name, templates)
-        now.note_again(entry, on_copies)
-
-    def _is_repeated(self, span: Span, inside: Sequence[Entry], call: Callable[..., Any]) -> bool:
-        """Whether a leaf makes the same calls on its rank's copies, which then are as after it."""
-        now, entry = self._now, span.entry
-        repetition = Repetition(inside)
-        if repetition.differs:
-            return False
-        assert now.values is not None
-        copies = now.leaf_runs.copies(entry.target)
-        before = [(copies(carried), copied(copies(carried))) for carried, _ in entry.held]
-        now.repetition = repetition
-        try:
-            run = now.leaf_runs.run_on_copies(
-                now.values, entry.target, call, (entry.args, entry.kwargs)
-            )
-        finally:
-            now.repetition = None
-        returned = [now.fake(each) for each in tensors_in(run.result)]
-        if (
-            repetition.is_over
-            and not repetition.differs
-            and len(returned) == len(span.returned)
-            and all(map(operator.is_, returned, span.returned))
-        ):
-            return True
-        for obj, state in before:
-            give_state(obj, state)
-        return False
-
-    # Aside
-
-    def settle(self, entry: Entry, call: Callable[..., Any]) -> None:
-        """Finds out which state a leaf keeps, and what follows, when it is known to be one."""
-        if entry.asks:
-            self._explore(entry, call)
-        self._scene.settle(entry)
-        self._try_passes(entry, call)
-
-    def _explore(self, entry: Entry, call: Callable[..., Any]) -> None:
-        """Finds out what a leaf that decides by an input changes for other numbers."""
-        leaf = entry.target
-        (args, kwargs), _ = self._call_again(call, entry)
-        with self._aside(entry):
-            watch = Watch(self._context.meter, self._context.random, self._state, leaf, ())
-            snapshot = self._scene.snapshot(leaf)
-            changes: list[Change] = []
-            # What is not made for random numbers decides by others.
-            with contextlib.suppress(Exception):
-                _, changes = self._calls.on_random_numbers(call, leaf, args, kwargs)
-            entry.changes += [*snapshot.note_changes(), *changes]
-            for growth in snapshot.put_back():
-                growth.remove()
-            watch.tell_state(entry)
-
-    def _try_passes(self, entry: Entry, call: Callable[..., Any]) -> None:
-        """Finds out whether the passes of several microbatches may take turns in a leaf."""
-        leaf, now = entry.target, self._now
-        if entry.recomputes or (entry.region is not None and entry.stateful):
-            entry.in_turn = "it is checkpointed, so its backward pass changes its state again"
-            entry.sees_backward |= keeps_state(entry.stateful)
-        changes = keeps_state(entry.stateful)
-        found = self._scene.hooks_in(leaf)
-        hooks = [(now.fake(hook.parameter), hook.function) for hook in found]
-        entry.runs_backward |= bool(hooks) or any(
-            has_gradient_hooks(each) and each not in entry.lifted for each in leaf.modules()
-        )
-        if any(hook.moment is not Moment.GRADIENT for hook in found):
-            entry.in_turn = "its parameters have hooks that run when a gradient has been added up"
-            entry.sees_backward = True
-            return
-        if any(hook.several for hook in found):
-            entry.in_turn = "its parameters have hooks of several gradients"
-            entry.sees_backward = True
-            return
-        if not (changes or entry.runs_backward):
-            return
-        arguments, again = self._call_again(call, entry)
-        with self._aside(entry):
-            assert now.values is not None
-            watch = Watch(self._context.meter, self._context.random, self._state, leaf, ())
-            trial = PassTrial(
-                self._state,
-                leaf,
-                arguments,
-                again,
-                functools.partial(now.leaf_runs.run, now.values, leaf),
-                functools.partial(now.leaf_runs.apart, now.values),
-                hooks,
-            )
-            trial.run(keeps_state=changes, runs_code=entry.runs_backward)
-            watch.tell_state(entry)
-            entry.in_turn = trial.in_turn or entry.in_turn
-            entry.sees_backward |= trial.sees_backward
-            entry.rewrites = trial.rewrites
-            if changes and (entry.decides or not self._is_clear()):
-                # The trial shows one of its ways, and of some no backward pass.
-                entry.in_turn = "it keeps state and decides by its input"
-                entry.rewrites = True
-        # What is added to a log stays with the rank, and so does what only hooks see.
-        entry.changes = [
-            each
-            for each in trial.changes
-            if each.owner or (each.added is None and self._scene.is_seen_by_code(each))
-        ]
-        self._scene.settle(entry)
-
-    def _call_again(
-        self, call: Callable[..., Any], entry: Entry
-    ) -> tuple[tuple[Any, Any], Callable[[], Any]]:
-        """Returns the arguments of a leaf's call, and what makes it again."""
-
-        def stand_in(placeholder: Carried | Constant) -> Any:
-            if isinstance(placeholder, Constant):
-                return placeholder.tensor
-            return placeholder.stand_in()
-
-        def arguments() -> tuple[Any, Any]:
-            filled: tuple[Any, Any] = fill(
-                (entry.args, entry.kwargs), (Carried, Constant), stand_in
-            )
-            return filled
-
-        def again() -> Any:
-            # With objects as they were: a cache has not what the last call has put into it.
-            args, kwargs = arguments()
-            return self._now.call_inside(call, entry.target, *args, **kwargs)
-
-        return arguments(), again
-
-    def deed_of(self, call: Callable[..., Any], entry: Entry) -> Deed | None:
-        """Returns what the call of a leaf does now; None where fakes do not show it."""
-        leaf, now = entry.target, self._now
-        _, again = self._call_again(call, entry)
-        with self._aside(entry):
-            assert now.values is not None
-            run = now.leaf_runs.run(now.values, leaf, again)
-            is_clear = self._is_clear()
-        for growth in run.grown:
-            growth.remove()
-        if not is_clear:
-            return None
-        read = [now.constants.given(e) if isinstance(e, Constant) else e for e in run.read]
-        return Deed(run.lines, read)
-
-    def _is_clear(self) -> bool:
-        """Whether all modules that were called since it began could run on fakes."""
-        return not any(each.opaque for each in self._calls.profile.modules.values())
-
-    @contextlib.contextmanager
-    def _aside(self, entry: Entry) -> Iterator[None]:
-        """Runs a leaf for what it shows; such a run belongs to no microbatch."""
-        now = self._now
-        kept = now.values, now.leaf_runs, self._calls.profile
-        now.values = Values(self._scene, self._state, Trace([]), self._calls.where)
-        now.leaf_runs = now.new_runs()
-        self._calls.profile = Profile()
-        try:
-            with (
-                self._calls.uncounted(),
-                self._attributes.shown_to(entry.target),
-                in_place(entry),
-                self._gradients.aside(),
-                self._scene.lifted.taken_off(entry.lifted),
-                hooks_of_packages_removed(entry.target),
-            ):
-                yield
-        finally:
-            now.values, now.leaf_runs, self._calls.profile = kept
 
 
 #: Lists and dicts with what was in them.
