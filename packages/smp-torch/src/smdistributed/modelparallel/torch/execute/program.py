@@ -23,6 +23,7 @@ from smdistributed.modelparallel.common.containers import Container
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
+from smdistributed.modelparallel.torch.execute.expressions import expression
 from smdistributed.modelparallel.torch.execute.waiting_layers import that_can_wait
 from smdistributed.modelparallel.torch.planning.recomputing import can_repeat, how_again, parts_of
 from smdistributed.modelparallel.torch.planning.runs import (
@@ -55,7 +56,6 @@ from smdistributed.modelparallel.torch.trial.deciding import known_changes
 SegmentFunction = Callable[..., tuple[torch.Tensor, ...]]
 #: Grad mode, autocast, switches of backends, type of new tensors.
 _State = tuple[bool, Autocast, Changes, torch.dtype]
-_LITERALS = (type(None), bool, int, type(Ellipsis))
 
 
 def _checked(name: str, values: Sequence[Value], *tensors: torch.Tensor) -> None:
@@ -416,28 +416,16 @@ class Program:
         return name
 
     def _expression(self, obj: Any) -> str:
+        return expression(obj, self._name, self._constant)
+
+    def _name(self, obj: Any) -> str | None:
         if isinstance(obj, Value):
             return f"v{obj.index}"
         if isinstance(obj, Carried):
             return f"carried({self._constant(obj)})"
-        if type(obj) in _LITERALS:
-            return repr(obj)
-        if type(obj) is tuple:
-            return "(" + "".join(self._expression(item) + ", " for item in obj) + ")"
-        if type(obj) is list:
-            return "[" + ", ".join(self._expression(item) for item in obj) + "]"
-        if type(obj) is dict:
-            items = (f"{self._key(key)}: {self._expression(item)}" for key, item in obj.items())
-            return "{" + ", ".join(items) + "}"
-        if type(obj) is slice:
-            parts = (self._expression(part) for part in (obj.start, obj.stop, obj.step))
-            return f"slice({', '.join(parts)})"
         if isinstance(obj, Container):
             return f"{self._constant(obj)}.build({self._expression(obj.items)})"
-        return self._constant(obj)
-
-    def _key(self, key: Any) -> str:
-        return repr(key) if isinstance(key, str | int) else self._constant(key)
+        return None
 
 
 def _access(path: Path) -> str:

@@ -14,7 +14,6 @@ is made of, where autograd gives nothing, and optimizers tell the two apart.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +28,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     TorchDispatchMode,
 )
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRun, CompiledRuns
+from smdistributed.modelparallel.torch.execute.expressions import expression
 from smdistributed.modelparallel.torch.record.costs.flops import FlopCounter
 from smdistributed.modelparallel.torch.record.costs.work import makes_tensors
 from smdistributed.modelparallel.torch.tape.settings import Settings
@@ -49,8 +49,6 @@ from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 #: A function that is worth compiling launches so many kernels as it is.
 _LEAST_KERNELS = 2
-#: What is written into code as Python shows it.
-_LITERALS = (type(None), bool, int, str, type(Ellipsis), torch.dtype, torch.layout)
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
@@ -458,29 +456,20 @@ def _source(run: _Run) -> tuple[str, dict[str, Any]]:
         names[name] = obj
         return name
 
-    def expression(obj: Any) -> str:
+    def name(obj: Any) -> str | None:
         if isinstance(obj, Made):
             return f"v{obj.number}"
-        if isinstance(obj, torch.Tensor):
-            return places[id(obj)]
-        if isinstance(obj, torch.device):
-            return f"torch.device({str(obj)!r})"
-        if isinstance(obj, torch.Size) or type(obj) is tuple:
-            return "(" + "".join(f"{expression(each)}, " for each in obj) + ")"
-        if type(obj) is list:
-            return "[" + ", ".join(map(expression, obj)) + "]"
-        if type(obj) is dict:
-            return "{" + ", ".join(f"{key!r}: {expression(obj[key])}" for key in obj) + "}"
-        if type(obj) is slice:
-            return f"slice({', '.join(map(expression, (obj.start, obj.stop, obj.step)))})"
-        if type(obj) in _LITERALS or (type(obj) is float and math.isfinite(obj)):
-            return repr(obj)
-        return constant(obj)
+        if isinstance(obj, torch.Size):
+            return code(tuple(obj))
+        return places[id(obj)] if isinstance(obj, torch.Tensor) else None
 
-    lines = [f"def run({', '.join(map(expression, run.given))}):"]
+    def code(obj: Any) -> str:
+        return expression(obj, name, constant)
+
+    lines = [f"def run({', '.join(map(code, run.given))}):"]
     for call in run.calls:
-        arguments = [*map(expression, call.args)]
-        arguments += [f"{key}={expression(each)}" for key, each in call.kwargs.items()]
+        arguments = [*map(code, call.args)]
+        arguments += [f"{key}={code(each)}" for key, each in call.kwargs.items()]
         lines.append(f"    result = {constant(call.function)}({', '.join(arguments)})")
         lines += [f"    v{number} = result{path}" for number, path in _paths(call.result)]
     lines.append(f"    return ({''.join(f'v{each}, ' for each in run.results)})")
