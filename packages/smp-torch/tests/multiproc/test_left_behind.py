@@ -45,6 +45,11 @@ class Cache:
         return self.keys[layer]
 
 
+def doubled(module: nn.Module, args: tuple[torch.Tensor]) -> torch.Tensor:
+    """A hook that computes."""
+    return 2 * args[0]
+
+
 class Layer(nn.Module):
     """Attends to what it has left in a cache."""
 
@@ -52,6 +57,8 @@ class Layer(nn.Module):
         super().__init__()
         self.number = number
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        # Part of what the layer computes, also where it is called to be compared.
+        self.query.register_forward_pre_hook(doubled)
 
     def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
         keys = self.key(x)

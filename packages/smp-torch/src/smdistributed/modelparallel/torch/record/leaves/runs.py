@@ -26,6 +26,7 @@ from smdistributed.modelparallel.torch.record.trace.taps import (
     attribute_taps,
     container_taps,
     has_hooks_of_others,
+    hooks_of_packages_removed,
 )
 from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, HookedCall
 from smdistributed.modelparallel.torch.record.trace.values import Values
@@ -199,7 +200,7 @@ class LeafRuns:
         copies = self.copies(module)
         args, kwargs = fill(templates, Carried, copies)
         kept = self._inner, self._inner_calls.copy(), self._hooked, self._hook_calls
-        with self._calls.uncounted(), _without_hooks(module):
+        with self._calls.uncounted(), hooks_of_packages_removed(module):
             try:
                 run = self.run(values, module, lambda: call(*args, **kwargs))
             except SMPError:
@@ -231,21 +232,6 @@ def depends_on_others(name: str, templates: Any) -> UnsupportedError:
         f"{', '.join(sorted(kinds))}. Put the modules that share it on one partition (for a "
         "key-value cache of Transformers: or use_cache=False)."
     )
-
-
-@contextlib.contextmanager
-def _without_hooks(leaf: nn.Module) -> Iterator[None]:
-    """Keeps the hooks inside a leaf from seeing a run that the user's code did not ask for."""
-    kept = []
-    for module in leaf.modules():
-        kept.append((module, module._forward_hooks, module._forward_pre_hooks))
-        module._forward_hooks = collections.OrderedDict()
-        module._forward_pre_hooks = collections.OrderedDict()
-    try:
-        yield
-    finally:
-        for module, hooks, pre_hooks in kept:
-            module._forward_hooks, module._forward_pre_hooks = hooks, pre_hooks
 
 
 class Watch:
