@@ -136,7 +136,8 @@ class Microbatch:
         specs: by id, how tensors look now that calls have changed the looks of.
         grown: what leaves have added to containers that others see.
         pending: the numbers that were taken from activations.
-        functional: modules that code has called with other parameters or buffers than their own.
+        functional: modules that code has called with other parameters or buffers than their own, in
+            the order of their calls.
         arrays: of NumPy that code between modules was given.
         overwritten: the memory that a leaf has written to since it called the hook that runs now.
         given: the question that was asked last without an entry for its answer, and the answer.
@@ -164,7 +165,7 @@ class Microbatch:
         self.at = trace.start
         self.constants = Constants()
         self.pending: list[PendingNumber] = []
-        self.functional: set[nn.Module] = set()
+        self.functional: dict[nn.Module, None] = {}
         self.arrays: list[Array] = []
         self.given: tuple[Question, Any] | None = None
         self.ahead: Ahead | None = None

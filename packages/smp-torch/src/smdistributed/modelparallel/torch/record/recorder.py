@@ -362,7 +362,7 @@ class Recorder(TorchFunctionMode):
         Raises:
             UnsupportedError: one has not, and other microbatches would find them.
         """
-        for module in self._now.functional:
+        for module in reversed(self._now.functional):  # inner ones are called last
             if not self._scene.has_its_own(module):
                 raise UnsupportedError(
                     f"{self._scene.names[module] or 'the model'} is left with other parameters or "

@@ -134,7 +134,7 @@ class LeafCalls:
         is_leaf = module in self._scene.leaves
         if is_leaf or module in self._scene.open:
             if not self._scene.has_its_own(module):
-                self._now.functional.add(module)  # its code is that of a split one
+                self._now.functional[module] = None  # its code is that of a split one
             elif not is_leaf:
                 return self._open_call(call, module, args, kwargs)
             elif (entry := self._known.match(EntryKind.LEAF, module, args, kwargs)) is not None:
