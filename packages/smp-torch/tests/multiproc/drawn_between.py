@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.library import custom_op
+from torch import library, nn
 from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
@@ -21,7 +20,7 @@ WIDTH = 4
 STEPS = 3
 
 
-@custom_op("drawn_between::noisy", mutates_args=())
+@library.custom_op("drawn_between::noisy", mutates_args=())
 def noisy(x: torch.Tensor) -> torch.Tensor:
     """Draws where no recording sees it."""
     return x + torch.rand(x.shape)
@@ -32,7 +31,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-@custom_op("drawn_between::quiet", mutates_args=())
+@library.custom_op("drawn_between::quiet", mutates_args=())
 def quiet(x: torch.Tensor) -> torch.Tensor:
     """Draws nothing, which no recording sees either."""
     return x + 1.0

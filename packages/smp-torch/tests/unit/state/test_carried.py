@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.state.carried import Contents
+from smdistributed.modelparallel.torch.state.carried import Contents, tensors_held
 
 
 class Layer:
@@ -81,3 +81,17 @@ def _plain(obj: Any, depth: int = 4) -> Any:
     if hasattr(obj, "__dict__") and not isinstance(obj, torch.Tensor):
         return _plain(vars(obj), depth - 1)
     return obj
+
+
+def test_tensors_are_found_in_slots_sets_and_attributes_of_containers() -> None:
+    class Slots:
+        __slots__ = ("kept",)
+
+    class Rows(list[torch.Tensor]):
+        pass
+
+    one, two, three, four = torch.ones(4)
+    slots, rows = Slots(), Rows([two])
+    slots.kept, rows.seen = {one}, {"last": three}  # type: ignore[attr-defined]
+    found = [*tensors_held(slots), *tensors_held(rows), *tensors_held(frozenset([four]))]
+    assert all(each is want for each, want in zip(found, (one, two, three, four), strict=True))

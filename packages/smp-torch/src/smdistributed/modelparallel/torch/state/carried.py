@@ -12,7 +12,7 @@ from __future__ import annotations
 import collections
 import copy
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -95,6 +95,10 @@ class CarriedObjects:
         """Lets go of the copies: no module of this rank sees them again."""
         self._copies.clear()
 
+    def put_back(self, copies: Mapping[Carried, Any]) -> None:
+        """Has objects be copies that were made before they were changed."""
+        self._copies.update(copies)
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields the tensors in the copies."""
         for each in self._copies.values():
@@ -140,19 +144,6 @@ def same_in_objects(want: Any, got: Any) -> bool:
         return False
     with past_recording():
         return want.dtype == got.dtype and torch.equal(want, got)
-
-
-def give_state(obj: Any, other: Any) -> None:
-    """Makes an object what another of its class is; tensors in them are shared."""
-    other = copied(other)
-    if isinstance(obj, dict):
-        dict.clear(obj)
-        dict.update(obj, other)
-    elif isinstance(obj, list):
-        obj[:] = other
-    if hasattr(obj, "__dict__"):
-        vars(obj).clear()
-        vars(obj).update(vars(other))
 
 
 _PLAIN = (dict, list)
@@ -272,9 +263,8 @@ def tensors_held(obj: Any, depth: int = 6) -> Iterator[torch.Tensor]:
     if isinstance(obj, torch.Tensor):
         yield obj
     elif depth and not isinstance(obj, type | torch.nn.Module | str | bytes):
-        if isinstance(obj, Mapping):
-            items: Any = obj.values()
-        else:
-            items = obj if isinstance(obj, Sequence) else getattr(obj, "__dict__", {}).values()
-        for item in items:
+        items: Any = obj.values() if isinstance(obj, Mapping) else ()
+        if isinstance(obj, Sequence | Set):
+            items = obj
+        for item in (*items, *attributes_of(obj).values()):
             yield from tensors_held(item, depth - 1)

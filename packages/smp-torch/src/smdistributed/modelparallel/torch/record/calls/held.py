@@ -17,12 +17,7 @@ from smdistributed.modelparallel.torch.record.leaves.runs import LeafRun, depend
 from smdistributed.modelparallel.torch.record.leaves.spans import Span
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
 from smdistributed.modelparallel.torch.record.trace.tree import Entry
-from smdistributed.modelparallel.torch.state.carried import (
-    Carried,
-    CarriedObjects,
-    copied,
-    give_state,
-)
+from smdistributed.modelparallel.torch.state.carried import Carried, copied
 from smdistributed.modelparallel.torch.tensors.nested import fill, tensors_in
 
 
@@ -55,10 +50,8 @@ class HeldObjects:
         on_copies = now.leaf_runs.run_on_copies(now.values, entry.target, call, templates)
         if on_copies.lines != now.leaf_runs.lines_of(now.values, inside, span.returned):
             # What it called between modules may stand there in other words than in a leaf.
-            fresh = CarriedObjects(Carried.stand_in)
-            for carried, before in span.before:
-                give_state(fresh(carried), before)
-            arguments = fill((entry.args, entry.kwargs), Carried, fresh)
+            before = dict(span.before)
+            arguments = fill((entry.args, entry.kwargs), Carried, before.__getitem__)
             with self._context.calls.uncounted():
                 lines = now.leaf_runs.run(
                     now.values, entry.target, lambda: call(*arguments[0], **arguments[1])
@@ -75,7 +68,7 @@ class HeldObjects:
             return False
         assert now.values is not None
         copies = now.leaf_runs.copies(entry.target)
-        before = [(copies(carried), copied(copies(carried))) for carried, _ in entry.held]
+        before = {carried: copied(copies(carried)) for carried, _ in entry.held}
         now.repetition = repetition
         try:
             run = now.leaf_runs.run_on_copies(
@@ -91,8 +84,7 @@ class HeldObjects:
             and all(map(operator.is_, returned, span.returned))
         ):
             return True
-        for obj, state in before:
-            give_state(obj, state)
+        copies.put_back(before)
         return False
 
     def run_on_copies(self, entry: Entry, call: Callable[..., Any]) -> LeafRun | None:
