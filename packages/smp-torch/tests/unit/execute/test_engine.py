@@ -20,7 +20,7 @@ from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.ir import NodeKind
-from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.state.carried import CarriedObjects
 
 WIDTH = 4
 ALTERNATING = {"layers.0": 0, "layers.1": 1, "layers.2": 0, "layers.3": 1}
@@ -69,7 +69,7 @@ def run(plan: Plan, *inputs: torch.Tensor) -> dict[int, torch.Tensor]:
     for segment in plan.segments:
         program = Program(plan, segment, CPU, StepRandom(CPU))
         arguments = [values[value.index] for value in segment.inputs]
-        results = program.run(inputs, CarriedObjects(Carried.copy), *arguments)
+        results = program.run(inputs, CarriedObjects(), *arguments)
         values |= {
             value.index: result for value, result in zip(segment.outputs, results, strict=True)
         }
@@ -281,7 +281,7 @@ def test_an_object_that_is_handed_over_may_hold_constants() -> None:
     step = Recorded(module, {"layers.0": 0, "layers.1": 0})
     x = torch.randn(3, WIDTH)
     plan = step.plan(module, x)
-    carried = CarriedObjects(Carried.copy)
+    carried = CarriedObjects()
     for _ in range(2):
         (segment,) = plan.segments
         (result,) = Program(plan, segment, CPU, StepRandom(CPU)).run([x], carried)

@@ -24,7 +24,7 @@ from smdistributed.modelparallel.torch.planning.runs import (
 from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.record.costs import flops
-from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.state.carried import CarriedObjects
 
 # The compiler looks whether what it is given has gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -135,7 +135,7 @@ def compute(plan: Plan, compiled: CompiledRuns | None) -> list[Any]:
         program = Program(plan, segment, CPU, StepRandom(CPU), compiled)
         given = (x, *(each.tensor for each in plan.graph.constants))
         arguments = [values[value.index] for value in segment.inputs]
-        results = program.run(given, CarriedObjects(Carried.copy), *arguments)
+        results = program.run(given, CarriedObjects(), *arguments)
         values |= {value.index: each for value, each in zip(segment.outputs, results, strict=True)}
     (loss,) = (values[value.index] for value in plan.graph.roots)
     modules = plan.modules(range(len(plan.segments)))

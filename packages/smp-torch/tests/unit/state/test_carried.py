@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.state.carried import Contents, tensors_held
+from smdistributed.modelparallel.torch.state.contents import Contents, tensors_held
 
 
 class Layer:

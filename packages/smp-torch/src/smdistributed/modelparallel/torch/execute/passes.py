@@ -27,7 +27,7 @@ from smdistributed.modelparallel.torch.execute.weight_gradients import (
 )
 from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import HookedGradient
-from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.state.carried import CarriedObjects
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import (
     BackwardPasses,
     PassesAlone,
@@ -136,7 +136,7 @@ class Computation:
         self._activations: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self._gradients: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
         self.results: list[dict[int, torch.Tensor]] = [{} for _ in range(num_microbatches)]
-        self.carried = [CarriedObjects(Carried.copy) for _ in range(num_microbatches)]
+        self.carried = [CarriedObjects() for _ in range(num_microbatches)]
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._waiting: dict[tuple[int, int], WaitingGradients] = {}
         #: Tensors that segments left in objects with state, by their identity.

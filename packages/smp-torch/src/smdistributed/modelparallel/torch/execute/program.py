@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -37,6 +36,7 @@ from smdistributed.modelparallel.torch.record.calls.regions import Again
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.taps import Tap, tapped
 from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.given import has_containers, leaving_as_given
 from smdistributed.modelparallel.torch.state.switches import (
     Autocast,
     Changes,
@@ -46,9 +46,9 @@ from smdistributed.modelparallel.torch.state.switches import (
 from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 from smdistributed.modelparallel.torch.tensors.nested import (
     Path,
-    follow,
-    same,
+    placeholders,
 )
+from smdistributed.modelparallel.torch.tensors.structure import has_structure, structure_of
 from smdistributed.modelparallel.torch.trial.deciding import known_changes
 
 #: (tensor arguments and constants of the microbatch, its carried objects, the segment's inputs)
@@ -90,24 +90,22 @@ def _checked(name: str, values: Sequence[Value], *tensors: torch.Tensor) -> None
 
 
 def _alike(name: str, want: Any, result: Any) -> None:
-    """Makes sure that the numbers and texts that a leaf returns are those that were recorded.
+    """Makes sure that a leaf returns the numbers and texts, and as many tensors, as recorded.
 
     Args:
         name: of the leaf.
-        want: by path, what was recorded.
+        want: the structure that was recorded.
         result: what it returned.
 
     Raises:
-        UnsupportedError: one is another.
+        UnsupportedError: it is another one.
     """
-    for path, value in want.items():
-        found = follow(result, path)
-        if not same(value, found, operator.is_):
-            raise UnsupportedError(
-                f"{name} returned {found!r} where the recording had {value!r}: it depends on data, "
-                "or on state that has changed since. The Python around it has run already: keep "
-                "what depends on it inside one module."
-            )
+    if not has_structure(want, result):
+        raise UnsupportedError(
+            f"{name} returned {structure_of(result)!r} where the recording had {want!r}: it "
+            "depends on data, or on state that has changed since. The Python around it has run "
+            "already: keep what depends on it inside one module."
+        )
 
 
 class flagged:  # noqa: N801 - reads as a function
@@ -373,11 +371,20 @@ class Program:
             for spot, content in node.lent:
                 seeded += f", {self._constant(spot)}.showing({self._expression(content)})"
             seeded += ": "
-        target, results = self._constant(that_can_wait(node.target)), "result"
+        call, results = that_can_wait(node.target), "result"
         if node.taps or node.taken:
-            call = tapped(node.target, node.taps, node.taken)
-            target, results = self._constant(call), "result, taps"
+            call, results = tapped(node.target, node.taps, node.taken), "result, taps"
+        if node.kind is NodeKind.LEAF and has_containers(node.args, node.kwargs):
+            call = leaving_as_given(call, node.name)
+            objects = "".join(f"o{each.index}, " for each in _objects_given(node))
+            arguments.insert(0, f"({objects})")
+        target = self._constant(call)
         lines = [f"{seeded}{results} = {target}({', '.join(arguments)})"]
+        for each in _objects_given(node):
+            history = self._constant(self._plan.histories[each])
+            lines.insert(0, f"o{each.index} = carried.of({history}, {node.index})")
+            if self._tells_others(node, each):
+                lines.append(f"carried.check({history}, {node.index})")
         if node.kind is NodeKind.LEAF and node in self._plan.comes_again:
             lines.insert(0, f"remember({node.index})")
         for output in node.outputs:
@@ -391,8 +398,8 @@ class Program:
             if slots is not None and (node.stateful or not slots or self._is_written(slots)):
                 expression += ".clone()"
             lines.append(f"v{output.index} = {expression}")
-        if node.values:
-            lines.append(f"alike({node.name!r}, {self._constant(node.values)}, result)")
+        if node.structure is not None:
+            lines.append(f"alike({node.name!r}, {self._constant(node.structure)}, result)")
         lines.append(f"del {results}")
         if node.kind is NodeKind.LEAF:
             values = tuple(each for each in node.outputs if not isinstance(each.source, Value))
@@ -403,6 +410,13 @@ class Program:
     def _is_written(self, slots: Iterable[tuple[nn.Module, str]]) -> bool:
         """Returns whether calls of any module change parameters or buffers."""
         return any(name in self._stateful.get(module, ()) for module, name in slots)
+
+    def _tells_others(self, node: Node, carried: Carried) -> bool:
+        """Whether a node does something to an object that other ranks are given later."""
+        return any(each is carried for each, _ in node.effects) and any(
+            each.rank != node.rank and carried in _objects_given(each)
+            for each in self._plan.graph.nodes[node.index + 1 :]
+        )
 
     def _known_changes(self, node: Node) -> known_changes:
         is_last = node.target not in self._called_again and not any(
@@ -422,10 +436,15 @@ class Program:
         if isinstance(obj, Value):
             return f"v{obj.index}"
         if isinstance(obj, Carried):
-            return f"carried({self._constant(obj)})"
+            return f"o{obj.index}"
         if isinstance(obj, Container):
             return f"{self._constant(obj)}.build({self._expression(obj.items)})"
         return None
+
+
+def _objects_given(node: Node) -> list[Carried]:
+    """Returns the objects with state that a node is given."""
+    return list(dict.fromkeys(placeholders((node.args, node.kwargs), Carried)))
 
 
 def _access(path: Path) -> str:

@@ -87,7 +87,7 @@ def _fits(node: Node, run: Sequence[Node], apart: set[Value]) -> bool:
         return False
     return (
         node.draw is None
-        and not (node.changes or node.values or node.switches)
+        and not (node.changes or node.switches)
         and node.default_dtype is torch.float32
         and apart.isdisjoint(node.outputs)
         and not any(value.is_changed for value in (*node.inputs, *node.outputs))

@@ -40,7 +40,7 @@ from smdistributed.modelparallel.torch.planning.runs import (
 from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.replicated import sources
-from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.carried import Carried, History
 from smdistributed.modelparallel.torch.tensors.functions import SWITCHING_GRADIENTS
 from smdistributed.modelparallel.torch.tensors.nested import placeholders
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
@@ -106,6 +106,17 @@ class Plan:
     def comes_again(self) -> set[Node]:
         """The nodes that are computed once more, for a gradient in the forward pass."""
         return {each.call for each in self.graph.nodes if each.beside is not None}
+
+    @cached_property
+    def histories(self) -> dict[Carried, History]:
+        """What modules do to the objects with state that they are given."""
+        found: dict[Carried, History] = {}
+        for node in self.graph.nodes:
+            for carried in placeholders((node.args, node.kwargs), Carried):
+                found.setdefault(carried, History(carried))
+            for carried, effects in node.effects:
+                found[carried].add(node.index, node.name, effects)
+        return found
 
     def owner(self, value: Value) -> int:
         """Returns the rank that has a value, which is no replicated one."""

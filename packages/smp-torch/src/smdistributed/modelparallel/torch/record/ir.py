@@ -19,6 +19,7 @@ import copy
 import enum
 import hashlib
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -30,6 +31,9 @@ from smdistributed.modelparallel.torch.record.calls.forward_hooks import Spot as
 from smdistributed.modelparallel.torch.record.calls.regions import Region
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.contents import Effects
+from smdistributed.modelparallel.torch.state.elsewhere import looks_of
 from smdistributed.modelparallel.torch.state.holders import MISSING
 from smdistributed.modelparallel.torch.state.spots import Spot
 from smdistributed.modelparallel.torch.state.switches import Autocast, Changes
@@ -171,12 +175,13 @@ class Node:
             with whether their modules are whole.
         found: LEAF: those that have made what it computes with, gradients included, and finds in
             objects with state.
+        effects: LEAF: what it does to these.
         in_turn: LEAF: why no other microbatch may run it between its two passes; else "".
         lifted, lifts: LEAF: what is lifted out of it, as of its entry.
         outside: LEAF: where forward hooks are that are lifted out of it.
         taken: LEAF: containers that have in the end what they had before its call.
         adds: LEAF: it adds to what code outside has too.
-        values: LEAF: by path, the numbers and texts that it returns.
+        structure: LEAF: of what it returns, with numbers and texts; None for a tensor alone.
         draw: the key of the random numbers that it draws: name of the module, number of its call,
             number of the draw in the call; None if it draws none.
         draws: whether it draws random numbers; None: nobody knows before it is computed.
@@ -218,12 +223,13 @@ class Node:
     kept: frozenset[Path] = frozenset()
     reached: Mapping[tuple[nn.Module, str], bool] = field(default_factory=dict)
     found: tuple[Node, ...] = ()
+    effects: list[tuple[Carried, Effects]] = field(default_factory=list)
     lifted: tuple[nn.Module, ...] = ()
     lifts: bool = False
     outside: tuple[HookSpot, ...] = ()
     taken: list[Any] = field(default_factory=list)
     adds: bool = False
-    values: dict[Path, Any] = field(default_factory=dict)
+    structure: Any = None
     draw: tuple[str, int, int] | None = None
     draws: bool | None = False
     replicated: bool = False
@@ -318,7 +324,9 @@ class Node:
             and self.flags == other.flags
             and (self.lifted, self.lifts) == (other.lifted, other.lifts)
             and self.outside == other.outside
-            and self.values == other.values
+            and equal(self.structure, other.structure, operator.eq)
+            and [looks_of(each) for _, each in self.effects]
+            == [looks_of(each) for _, each in other.effects]
             and (self.draw, self.replicated) == (other.draw, other.replicated)
             and self.draws == other.draws
             and _same_target(self.target, other.target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +32,8 @@ from smdistributed.modelparallel.torch.record.trace.tree import (
     Trace,
 )
 from smdistributed.modelparallel.torch.record.trace.values import Values
-from smdistributed.modelparallel.torch.state.carried import Carried, Contents, copied
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.contents import Contents, copied
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.switches import Positions, Settings, settings
 from smdistributed.modelparallel.torch.tensors.nested import (
@@ -292,14 +292,8 @@ class Microbatch:
     def go_live(self) -> Values:
         """Leaves the trace: from here on calls are made on fakes and written down."""
         if self.values is None:
-            scene = self._context.scene
             values = self.new_values()
             for entry in self.log:
-                if entry.held and scene.leaves:
-                    call = functools.partial(self.call_inside, nn.Module.__call__, entry.target)
-                    arguments = (entry.args, entry.kwargs)
-                    run = self.leaf_runs.run_on_copies(values, entry.target, call, arguments)
-                    self.note_again(entry, run)
                 values.take(entry)
             self.values = values
             if self._context.state.is_open:

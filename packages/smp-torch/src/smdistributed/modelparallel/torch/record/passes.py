@@ -18,7 +18,7 @@ from smdistributed.modelparallel.torch.record.questions.pending import PendingNu
 from smdistributed.modelparallel.torch.record.trace.constants import Constants
 from smdistributed.modelparallel.torch.record.trace.stored import Stored
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, Trace, Way
-from smdistributed.modelparallel.torch.state.carried import tensors_held
+from smdistributed.modelparallel.torch.state.contents import tensors_held
 from smdistributed.modelparallel.torch.tensors.nested import template
 
 logger = logging.getLogger(__name__)

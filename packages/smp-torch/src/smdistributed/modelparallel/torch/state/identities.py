@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 _chained = itertools.chain.from_iterable
@@ -19,7 +19,7 @@ class Identities:
 
     Args:
         mappings: dicts, and the namespaces of classes.
-        sequences: lists and deques.
+        sequences: lists, deques and sets.
         attributes: objects, and the name of an attribute of each.
         entries: dicts, and a key in each.
         sized: dicts of which it is enough to know how much is in them.
@@ -34,7 +34,7 @@ class Identities:
     def __init__(
         self,
         mappings: Iterable[Mapping[Any, Any]] = (),
-        sequences: Iterable[Sequence[Any]] = (),
+        sequences: Iterable[Collection[Any]] = (),
         attributes: Iterable[tuple[Any, str]] = (),
         entries: Iterable[tuple[dict[Any, Any], Any]] = (),
         sized: Iterable[dict[Any, Any]] = (),

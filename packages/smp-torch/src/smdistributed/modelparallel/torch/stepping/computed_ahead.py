@@ -20,7 +20,7 @@ from smdistributed.modelparallel.torch.record.failure import Failure
 from smdistributed.modelparallel.torch.record.ir import Value
 from smdistributed.modelparallel.torch.record.questions.ahead import depends_on_values
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.state.carried import CarriedObjects
 from smdistributed.modelparallel.torch.state.switches import without_autocast
 from smdistributed.modelparallel.torch.stepping.question_plans import Part
 from smdistributed.modelparallel.torch.stepping.state_ahead import StateAhead, places_of
@@ -129,6 +129,7 @@ class ComputedAhead:
         self.is_over = False
         #: By the index of its value, what this rank has.
         self._tensors: dict[int, torch.Tensor] = {}
+        self._carried = CarriedObjects()
         #: The tensor arguments of the microbatch that it has.
         self._inputs: dict[int, torch.Tensor] = {}
         #: Values, and arguments, that a rank other than their own has got.
@@ -158,6 +159,7 @@ class ComputedAhead:
         """Keeps no tensor: nobody will go on from here."""
         self.is_over = True
         self._tensors, self._inputs = {}, {}
+        self._carried.clear()
 
     def run(self, part: Part, given: Given) -> dict[Value, torch.Tensor] | None:
         """Hands a part what it reads; returns what it gives, on the rank that computes it."""
@@ -170,7 +172,6 @@ class ComputedAhead:
         runtime.tensor_group.ahead(part.together)
         inputs = [*map(self._inputs.get, range(len(given.inputs))), *given.constants]
         arguments = [self._tensors[value.index] for value in part.nodes.inputs]
-        carried = CarriedObjects(Carried.copy)
         devices = tuple(dict.fromkeys(("cpu", runtime.device.type)))
         is_placed = self.together.shares
         with (
@@ -182,7 +183,7 @@ class ComputedAhead:
         ):
             results = [
                 _apart_from(written.values(), each)
-                for each in part.program.run(inputs, carried, *arguments)
+                for each in part.program.run(inputs, self._carried, *arguments)
             ]
         return dict(zip(part.nodes.outputs, results, strict=True))
 

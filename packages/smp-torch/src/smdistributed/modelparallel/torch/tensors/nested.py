@@ -107,15 +107,6 @@ def map_tensors(obj: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     return parts.build(mapped)
 
 
-def containers_in(obj: Any) -> Iterator[list[Any] | dict[Any, Any]]:
-    """Yields the lists and dicts in a structure."""
-    if isinstance(obj, list | dict):
-        yield obj
-    if isinstance(obj, list | tuple | dict):
-        for item in obj.values() if isinstance(obj, dict) else obj:
-            yield from containers_in(item)
-
-
 def tensors_in(obj: Any) -> list[torch.Tensor]:
     """Returns the tensors in a structure, in the order in which ``map_tensors`` visits them."""
     found: list[torch.Tensor] = []

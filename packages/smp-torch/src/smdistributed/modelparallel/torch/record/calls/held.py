@@ -17,7 +17,7 @@ from smdistributed.modelparallel.torch.record.leaves.runs import LeafRun, depend
 from smdistributed.modelparallel.torch.record.leaves.spans import Span
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
 from smdistributed.modelparallel.torch.record.trace.tree import Entry
-from smdistributed.modelparallel.torch.state.carried import Carried, copied
+from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.tensors.nested import fill, tensors_in
 
 
@@ -58,17 +58,14 @@ class HeldObjects:
                 ).lines
             if lines != on_copies.lines:
                 raise depends_on_others(entry.name, templates)
-        now.note_again(entry, on_copies)
 
     def _is_repeated(self, span: Span, inside: Sequence[Entry], call: Callable[..., Any]) -> bool:
-        """Whether a leaf makes the same calls on its rank's copies, which then are as after it."""
+        """Whether a leaf makes the same calls on its rank's copies."""
         now, entry = self._now, span.entry
         repetition = Repetition(inside)
         if repetition.differs:
             return False
         assert now.values is not None
-        copies = now.leaf_runs.copies(entry.target)
-        before = {carried: copied(copies(carried)) for carried, _ in entry.held}
         now.repetition = repetition
         try:
             run = now.leaf_runs.run_on_copies(
@@ -77,15 +74,12 @@ class HeldObjects:
         finally:
             now.repetition = None
         returned = [now.fake(each) for each in tensors_in(run.result)]
-        if (
+        return (
             repetition.is_over
             and not repetition.differs
             and len(returned) == len(span.returned)
             and all(map(operator.is_, returned, span.returned))
-        ):
-            return True
-        copies.put_back(before)
-        return False
+        )
 
     def run_on_copies(self, entry: Entry, call: Callable[..., Any]) -> LeafRun | None:
         """Returns what a leaf does on the copies of its rank; None if it is given no object."""
@@ -107,4 +101,3 @@ class HeldObjects:
             return
         if on_copies.lines != run.lines:
             raise depends_on_others(entry.name, (entry.args, entry.kwargs))
-        self._now.note_again(entry, on_copies)

@@ -12,12 +12,8 @@ from smdistributed.modelparallel.torch.record.leaves.lending import known_in
 from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
 from smdistributed.modelparallel.torch.record.questions.question import Question, same_answer
 from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, EntryKind
-from smdistributed.modelparallel.torch.state.carried import (
-    Carried,
-    Contents,
-    same_in_objects,
-    state_of,
-)
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.contents import Contents, same_in_objects, state_of
 from smdistributed.modelparallel.torch.state.switches import Settings
 from smdistributed.modelparallel.torch.tensors.nested import fill, same
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import attributes_of
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.calls.activation_gradients import (
     ActivationGradients,
 )
@@ -39,15 +39,11 @@ from smdistributed.modelparallel.torch.record.trace.tree import (
     EntryKind,
     Seen,
 )
-from smdistributed.modelparallel.torch.state.carried import (
-    Carried,
-    Contents,
-    copied,
-    state_of,
-)
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.contents import Contents, copied, state_of
+from smdistributed.modelparallel.torch.state.given import Given
 from smdistributed.modelparallel.torch.state.snapshot import Change, Snapshot
 from smdistributed.modelparallel.torch.tensors.nested import (
-    containers_in,
     fill,
     map_tensors,
     placeholders,
@@ -217,7 +213,7 @@ class LeafCalls:
             )
             measured = functools.partial(now.call_inside, call, module)
             handed = self._handed(entry)
-            given = _items_given(args, kwargs)
+            given = self._given(args, kwargs)
             with self._attributes.shown_to(module):
                 with self._gradients.aside():
                     on_copies = self.held.run_on_copies(entry, measured)
@@ -231,7 +227,7 @@ class LeafCalls:
                 entry.hook_calls = run.hook_calls
                 entry.checkpoints = run.done.has_regions
                 self.reaching.note_run(entry, run)
-                self._complete(entry, result, run.changes, handed)
+                self._complete(entry, result, run.changes, handed, run.done.written)
             if (left := _left_behind(entry, given)) is not None:
                 raise left
             self.held.compare(entry, run, on_copies)
@@ -274,20 +270,26 @@ class LeafCalls:
         """Returns what is in the objects that a leaf is given, before its call."""
         return {carried: Contents(self._now.objects[carried]) for carried, _ in entry.held}
 
+    def _given(self, args: Any, kwargs: Any) -> Given:
+        """Returns what is in the containers that a leaf is given, before its call."""
+        return Given(args, kwargs, set(map(id, self._now.objects.values())))
+
     def _complete(
         self,
         entry: Entry,
         result: Any,
         changes: Sequence[Change],
         handed: Mapping[Carried, Contents],
+        written: Iterable[torch.Tensor],
     ) -> None:
         """Completes the entry of a leaf's call, after the call."""
         self._now.keep_result(entry, result)
         self.reaching.tell_shown(entry, changes)
+        memory = {storage_of(each) for each in written if each.layout is torch.strided}
         entry.effects = [
-            (carried, contents.effects())
+            (carried, effects)
             for carried, contents in handed.items()
-            if not contents.is_current()
+            if (memory or not contents.is_current()) and (effects := contents.effects(memory))
         ]
         entry.changes = list(changes)
 
@@ -338,7 +340,7 @@ class LeafCalls:
             entry = self._entry(module, args, kwargs)
             before = [(each, copied(now.objects[each])) for each, _ in entry.held]
             handed = self._handed(entry)
-            items = _items_given(args, kwargs)
+            given = self._given(args, kwargs)
             watch = Watch(
                 self._context.meter, self._context.random, self._state, module, (args, kwargs)
             )
@@ -375,8 +377,10 @@ class LeafCalls:
             for tap, tensor in made_by_calls(now.new[span.start : span.end], entry.region):
                 entry.inner.setdefault(id(tensor), (tap, tensor))
             self.reaching.note_call(span, now.spans[first:], changes)
-            self._complete(entry, result, changes, handed)
-            span.left_behind = _left_behind(entry, items)
+            inside = now.new[span.start : span.end]
+            written = [tensor for each in inside for tensor in each.changed]
+            self._complete(entry, result, changes, handed, written)
+            span.left_behind = _left_behind(entry, given)
             entry.hooked = hooked_calls([span, *now.spans[first:]])
         return result
 
@@ -388,31 +392,10 @@ class LeafCalls:
             span.snapshot.forget(Snapshot((), [each.function for each in hooks]), but_for=own)
 
 
-#: Lists and dicts with what was in them.
-_Items = list[tuple[list[Any] | dict[Any, Any], list[Any]]]
-
-
-def _items_given(args: Any, kwargs: Any) -> _Items:
-    """Returns the lists and dicts that a module is given; with ``**`` it gets a dict of its own."""
-    inside = containers_in((tuple(args), tuple(kwargs.values())))
-    return [(each, _items(each)) for each in inside]
-
-
-def _items(obj: list[Any] | dict[Any, Any]) -> list[Any]:
-    return list(obj) if isinstance(obj, list) else [part for item in obj.items() for part in item]
-
-
-def _left_behind(entry: Entry, given: _Items) -> UnsupportedError | None:
+def _left_behind(entry: Entry, given: Given) -> UnsupportedError | None:
     """Returns why what a module leaves for others is lost where it runs in another process."""
-    for obj, before in given:
-        now = _items(obj)
-        if len(before) != len(now) or not all(map(operator.is_, before, now)):
-            return UnsupportedError(
-                f"{entry.name} changes a {type(obj).__name__} that it is given, in {entry.where}; "
-                "nobody outside would see it, since modules that stay whole may run in another "
-                "process. Return what it adds, or give it an object of a class of your own that "
-                "holds it."
-            )
+    if (refusal := given.refusal(entry.name, entry.where)) is not None:
+        return refusal
     for _, tensor in entry.outputs:
         own = vars(tensor).keys() - attributes_of(tensor)
         if names := sorted(each for each in own if not each.startswith("_")):

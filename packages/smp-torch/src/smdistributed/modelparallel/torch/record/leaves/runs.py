@@ -30,7 +30,8 @@ from smdistributed.modelparallel.torch.record.trace.taps import (
 )
 from smdistributed.modelparallel.torch.record.trace.tree import Constant, Entry, HookedCall
 from smdistributed.modelparallel.torch.record.trace.values import Values
-from smdistributed.modelparallel.torch.state.carried import Carried, CarriedObjects
+from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.state.elsewhere import ElsewhereError
 from smdistributed.modelparallel.torch.state.growth import Growth
 from smdistributed.modelparallel.torch.state.python_random import python_random_kept
 from smdistributed.modelparallel.torch.state.snapshot import Change
@@ -106,9 +107,6 @@ class LeafRuns:
         self._inner: Inner = {}
         self._hooked: list[HookedCall] = []
         self._hook_calls: list[HookCall] = []
-        self._copies: collections.defaultdict[int, CarriedObjects] = collections.defaultdict(
-            lambda: CarriedObjects(Carried.stand_in)
-        )
 
     def run(self, values: Values, module: nn.Module, call: Callable[[], Any]) -> LeafRun:
         """Runs a leaf, and puts back whatever it changed in Python and nobody else sees.
@@ -196,15 +194,18 @@ class LeafRuns:
         call: Callable[..., Any],
         templates: tuple[Any, Any],
     ) -> LeafRun:
-        """Returns what a leaf does on its rank's copies; leaves no trace but in the copies."""
-        copies = self.copies(module)
+        """Returns what a leaf does on its rank's copies; leaves no trace."""
+        assert self._scene.leaves is not None
+        copies = values.copies.of(self._scene.leaves[module].partition)
         args, kwargs = fill(templates, Carried, copies)
         kept = self._inner, self._inner_calls.copy(), self._hooked, self._hook_calls
         with self._calls.uncounted(), hooks_of_packages_removed(module):
             try:
                 run = self.run(values, module, lambda: call(*args, **kwargs))
-            except SMPError:
-                raise
+            except SMPError as error:
+                if not isinstance(error, ElsewhereError):
+                    raise
+                raise depends_on_others(self._scene.names[module], templates) from error
             except Exception as error:
                 # It ran on the objects themselves.
                 raise depends_on_others(self._scene.names[module], templates) from error
@@ -212,11 +213,6 @@ class LeafRuns:
             growth.remove()
         self._inner, self._inner_calls, self._hooked, self._hook_calls = kept
         return run
-
-    def copies(self, module: nn.Module) -> CarriedObjects:
-        """Returns the copies of the rank that has a leaf."""
-        assert self._scene.leaves is not None
-        return self._copies[self._scene.leaves[module].partition]
 
 
 def depends_on_others(name: str, templates: Any) -> UnsupportedError:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from smdistributed.modelparallel.torch.record.questions.question import Question
     from smdistributed.modelparallel.torch.record.trace.stored import Stored
     from smdistributed.modelparallel.torch.state.carried import Carried
+    from smdistributed.modelparallel.torch.state.contents import Effects
     from smdistributed.modelparallel.torch.state.growth import Growth
 
 
@@ -223,7 +224,7 @@ class Entry:
     found: list[torch.Tensor] = field(default_factory=list)
     lent: list[tuple[Spot, Any]] = field(default_factory=list)
     held: list[tuple[Carried, Any]] = field(default_factory=list)
-    effects: list[tuple[Carried, Any]] = field(default_factory=list)
+    effects: list[tuple[Carried, Effects]] = field(default_factory=list)
     question: Question | None = None
     answer: Any = None
     where: str = ""

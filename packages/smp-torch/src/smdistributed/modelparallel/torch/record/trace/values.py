@@ -22,6 +22,7 @@ from smdistributed.modelparallel.torch.record.ir import (
     NodeKind,
     Value,
 )
+from smdistributed.modelparallel.torch.record.leaves.copies import RankCopies
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated, sources
@@ -38,9 +39,9 @@ from smdistributed.modelparallel.torch.tensors.nested import (
     Path,
     placeholders,
     retemplate,
-    value_paths,
 )
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
+from smdistributed.modelparallel.torch.tensors.structure import structure_of
 
 _NODE_KINDS = {
     EntryKind.CALL: NodeKind.CALL,
@@ -63,6 +64,7 @@ class Values:
 
     Attributes:
         graph: that is written at present; inside a leaf one of its own.
+        copies: of objects with state, as each rank has them now.
         read: what calls have read that no recorded call made; inside a leaf by its calls.
         borrowed: inside a leaf, what its calls have read of that code outside of it has made, and
             the parameters and buffers.
@@ -80,6 +82,7 @@ class Values:
         changed: Container[Slot] = (),
     ) -> None:
         self.graph = Graph()
+        self.copies = RankCopies()
         self.read: list[torch.Tensor | Constant] = []
         self.borrowed: dict[int, torch.Tensor] = {}
         self.written: list[torch.Tensor] = []
@@ -193,15 +196,18 @@ class Values:
                 for slot in sorted(entry.reached, key=self._scene.slot_name)
             },
             found=tuple(dict.fromkeys(node for each in entry.found if (node := self._maker(each)))),
+            effects=entry.effects,
             lifted=tuple(each for each in entry.modules if each in entry.lifted),
             lifts=entry.lifts,
             outside=tuple({spot: None for spot, is_lifted in entry.hooks if is_lifted}),
             taken=entry.taken,
             adds=entry.seen is Seen.ALL or bool(entry.left),
-            values=dict(value_paths(entry.result)) if kind is NodeKind.LEAF else {},
+            structure=_structure(entry),
             replicated=replicated,
             late=late,
         )
+        if entry.effects and self._state.is_glue and self._scene.leaves:
+            self.copies.note(entry, self._scene.leaves[entry.target].partition)
         for key, (tap, tensor) in entry.inner.items():
             if entry.decides and isinstance(tap.module, Function):
                 continue  # other numbers have it make other calls
@@ -623,3 +629,10 @@ def _check_shown(entry: Entry, written: Iterable[Value]) -> None:
                 "or an attribute of its own, which may lie on another partition. Write to a copy "
                 "(x = x.clone()), or inside that module."
             )
+
+
+def _structure(entry: Entry) -> Any:
+    """Returns the structure of what a leaf returns; None for a tensor alone, and other calls."""
+    if entry.kind is not EntryKind.LEAF or isinstance(entry.result, torch.Tensor):
+        return None
+    return structure_of(entry.result)
