@@ -249,12 +249,17 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             run = functools.partial(passes.backward, retain_graph=retain_graph)
             differentiate(tensors, grad_tensors, 1.0 if scale is None else scale, run)
 
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses are multiplied by a scale before they are differentiated."""
+        return self._runtime.config.fp16
+
     def apply_loss_scale(self) -> torch.Tensor | None:
         """Returns what losses are multiplied by, and notes that the gradients to come carry it.
 
         Shape: scalar, on the device. None: by nothing.
         """
-        if not self._runtime.config.fp16:
+        if not self.scales_losses:
             return None
         optimizer = self._find_optimizer()
         self.scaled_by = None if optimizer is None else optimizer.applied_loss_scale

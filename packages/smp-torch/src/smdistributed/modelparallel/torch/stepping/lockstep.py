@@ -25,7 +25,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
-from smdistributed.modelparallel.torch.model.distributed import models_of
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.planning.segments import Plan, cut
 from smdistributed.modelparallel.torch.planning.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.planning.spread_gradients import spread_gradients
@@ -330,7 +330,8 @@ class Lockstep:
         random.enter_pass(position, backward=False)
         trace = self._trace(batch, call)
         earlier = tuple(map(Earlier, self._passed, batch.calls))
-        passed = recorder.run(trace, self._function, call, decisions, earlier)
+        share_of = functools.partial(_share_of, models_of(self._runtime), batch.weights[position])
+        passed = recorder.run(trace, self._function, call, decisions, earlier, share_of)
         self._passed.append(passed)
         assert self._ahead is not None
         self._ahead.note(trace, call, passed)
@@ -587,6 +588,20 @@ class Lockstep:
                 if entry.way is not None:
                     found.append(entry.way)
         return found
+
+
+def _share_of(models: Sequence[DistributedModel], weight: float, module: nn.Module) -> float | None:
+    """Returns by what a loss counts in the sum of a mini-batch; None if an optimizer scales it.
+
+    Args:
+        models: all.
+        weight: the share of the microbatch in the batch.
+        module: of the model whose loss it is.
+    """
+    (model,) = (each for each in models if each.get_module() is module)
+    if model.scales_losses:
+        return None
+    return weight if model.data_parallel.gradient_scale == "mean" else 1.0
 
 
 def _not_decided_here() -> SMPError:
