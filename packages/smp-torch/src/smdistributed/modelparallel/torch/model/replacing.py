@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
@@ -16,6 +18,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
     replace_marked,
     unify_drawn,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def sliced_modules(runtime: TorchRuntime, module: nn.Module) -> list[nn.Module]:
@@ -32,7 +36,19 @@ def sliced_modules(runtime: TorchRuntime, module: nn.Module) -> list[nn.Module]:
 
 
 def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
-    """Returns a model with distributed modules in the places of marked ones."""
+    """Returns a model with distributed modules in the places of marked ones.
+
+    One with lazy modules stays as it is: where it can be split goes by sizes, which it has when
+    training has begun.
+    """
+    if any(map(is_lazy, module.parameters())):
+        if runtime.tensor_group.size > 1:
+            logger.warning(
+                "lazy modules have no sizes before they are called: each tensor-parallel rank has "
+                "all of the model. Run it once on an example before smp.DistributedModel to split "
+                "it."
+            )
+        return module
     group, delayed = runtime.tensor_group, runtime.delayed
     spreads_experts = runtime.config.expert_parallel_degree > 1
     if group.size == 1 and not runtime.tensor_marks.has_any(module):
