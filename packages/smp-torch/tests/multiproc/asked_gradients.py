@@ -2,7 +2,8 @@
 
 Each asks for something by ``torch.autograd.grad`` (an adversarial example, a penalty, a map), of a
 network of some kind, somewhere: in the step, in the forward of the model, in some microbatches
-alone, or in a step that does not train.
+alone, or in a step that does not train. Others take it from ``x.grad``, behind a ``backward`` of
+the same step, and go on with it.
 """
 
 from __future__ import annotations
@@ -181,6 +182,90 @@ NETWORKS: dict[str, dict[str, str]] = {
     "hooked": {"between": "second.requires_grad and second.register_hook(lambda g: g * 2)"},
     "power iterated": {"layer": "nn.utils.parametrizations.spectral_norm(self.up)"},
 }
+#: What is taken from ``.grad``, and what becomes of it.
+TAKEN = {
+    "signs": """
+    x = x.detach().requires_grad_(True)
+    clean = (model(x) - y).square().mean()
+    model.backward(clean)
+    loss = (model((x + 0.1 * x.grad.sign()).detach()) - y).square().mean()
+    model.backward(loss)""",
+    "of the argument": """
+    x.requires_grad_()
+    clean = (model(x) - y).square().mean()
+    model.backward(clean)
+    slope = x.grad.data
+    loss = clean + (model(x + 0.1 * slope / slope.norm(dim=1, keepdim=True)) - y).square().mean()
+    model.backward((model(x + 0.1 * slope.sign()) - y).square().mean())""",
+    "rounds": """
+    found = x + 0.01 * y
+    for _ in range(3):
+        found = found.detach().requires_grad_()
+        loss = (model(found) - y).square().mean() / 3
+        model.backward(loss)
+        found = torch.min(torch.max(found + 0.05 * found.grad.sign(), x - 0.1), x + 0.1)""",
+    "free": """
+    change = torch.zeros_like(x, requires_grad=True)
+    for _ in range(3):
+        loss = (model(x + change) - y).square().mean() / 3
+        model.backward(loss)
+        with torch.no_grad():
+            change.add_(0.1 * change.grad.sign())
+        change.grad.zero_()""",
+    "by data": """
+    change = torch.zeros_like(x, requires_grad=True)
+    for _ in range(3):
+        loss = (model(x + change) - y).square().mean() / 3
+        model.backward(loss)
+        change.data.add_(change.grad, alpha=2.0).clamp_(-0.1, 0.1)
+        change.grad = None""",
+    "put away": """
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        loss = (model(x) - y).square().mean()
+        model.backward(loss)
+        slope = x.grad
+        x.grad = None
+    loss = (model(x.detach() - slope) - y).square().mean()
+    model.backward(loss)""",
+    "added up": """
+    x = x.clone().requires_grad_()
+    model.backward((model(x) - y).square().mean())
+    slope = x.grad
+    first = slope.clone()
+    model.backward(model(x + slope).abs().mean())
+    assert slope is x.grad
+    loss = (model(x.detach() - x.grad + 0.1 * slope + first) - y).square().mean()
+    model.backward(loss)""",
+    "of both": """
+    x = x.clone().requires_grad_()
+    model.backward((model(x) - y).square().mean())
+    model.backward(model(x).abs().mean())
+    loss = (model((x - x.grad).detach()) - y).square().mean()
+    model.backward(loss)""",
+    "at the end": """
+    x = x.clone().requires_grad_()
+    model.backward((model(x) - y).square().mean())
+    slope = x.grad
+    model.backward(model(x).abs().mean())
+    loss = slope.abs().mean()""",
+    "retained": """
+    h = net.second(net.first(x))
+    h.retain_grad()
+    model.backward((net.fourth(net.third(h)) - y).square().mean())
+    loss = (net.fourth(net.third(h.detach() + h.grad)) - y).square().mean()
+    model.backward(loss)""",
+    "view": """
+    x = x.clone().requires_grad_()
+    model.backward((model(x) - y).square().mean())
+    slope = x.grad.data
+    model.backward(model(x + slope).abs().mean())
+    loss = (model(x.detach() - slope) - y).square().mean()""",
+    "asked about": """
+    x = x.clone().requires_grad_()
+    model.backward((model(x) - y).square().mean())
+    loss = (model(x.detach() * (2 if x.grad.norm() > 0.1 else 1)) - y).square().mean()""",
+}
 _TRAINS = "\n    model.backward(loss)"
 #: Where it is asked.
 MOMENTS = {
@@ -210,13 +295,24 @@ def _outcome(*names: str) -> str:
     return outcome_of(script_of(*names), lambda *_: None)
 
 
+def _outcome_of_taken(taken: str, network: str) -> str:
+    script = _SCRIPT.format(ask="loss = x", body=TAKEN[taken], **{**_HOLES, **NETWORKS[network]})
+    return outcome_of(script, lambda *_: None)
+
+
 #: Name -> runs it in this job, and returns what became of it.
 SCRIPTS = {
     ", ".join(names): partial(_outcome, *names)
     for names in itertools.product(ASKED, NETWORKS, MOMENTS)
 }
+SCRIPTS |= {
+    f"{taken}, taken, {network}": partial(_outcome_of_taken, taken, network)
+    for taken, network in itertools.product(TAKEN, NETWORKS)
+}
 #: Refused -> a part of the reason.
 REFUSED = {
     "penalty, counts, step": "which changes state in its forward",
     "map, hooked, step": "comes to an activation that has a hook",
+    "view, taken, maps": "computes with a view of a gradient",
+    "asked about, taken, maps": "it is a gradient",
 }

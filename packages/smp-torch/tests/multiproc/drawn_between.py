@@ -151,3 +151,45 @@ def drawn_between(names: Sequence[str] = tuple(WAYS)) -> list[str]:
             if not all(map(torch.equal, one, other)):
                 wrong.append(f"{name}: step {number} of a resumed job")
     return wrong
+
+
+class Lazy(nn.Module):
+    """Lazy layers, one of which is in a branch, and Python that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.LazyLinear(6), nn.LazyBatchNorm1d()
+        self.second, self.other, self.last = nn.LazyLinear(5), nn.LazyLinear(5), nn.Linear(5, 2)
+        self.calls: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.append(len(self.calls))
+        h = self.norm(self.first(x)).tanh()
+        h = self.second(h) if len(self.calls) % 2 else self.other(h)
+        return self.last(h).square().mean(1) * len(self.calls)
+
+
+def lazy_layers() -> list[str]:
+    """Returns what is wrong with layers that the first step gives a shape."""
+    parts = smp.state.cfg.microbatches
+    net, split = Lazy(), Lazy()
+    split.last.load_state_dict(net.last.state_dict())
+    model = smp.DistributedModel(split)
+    step = smp.step(lambda model, x: model(x))
+    found = []
+    for run in (lambda x: torch.cat([net(part) for part in x.chunk(parts)]), None):
+        torch.manual_seed(7)
+        losses = [run(x) if run else step(model, x).concat() for x in map(_batch, range(2))]
+        found.append((losses, torch.rand(3)))
+    (expected, after), (losses, also_after) = found
+    wrong = [] if torch.equal(after, also_after) else ["the generator"]
+    wrong += [] if net.calls == split.calls else [f"calls: {split.calls}"]
+    for one, other in zip(expected, losses, strict=True):
+        wrong += [] if torch.allclose(one, other, atol=1e-6) else [f"{other} for {one}"]
+    state = model.state_dict()
+    wrong += [name for name, each in net.state_dict().items() if not each.allclose(state[name])]
+    return wrong
+
+
+def _batch(number: int) -> torch.Tensor:
+    return torch.rand(8, WIDTH) + number

@@ -33,6 +33,8 @@ WAYS = {
     "written, then assigned": "{0}.kept.add_(1); {0}.kept = {0}.kept * 0.5",
     "assigned at times": "COUNT[0] += 1; {0}.kept = {0}.kept * 0.5 + {1}.detach().mean(0) if COUNT[0] % 4 else {0}.kept",
     "written at times": "COUNT[0] += 1; {0}.kept.add_({1}.detach().mean(0)) if COUNT[0] % 4 else None",
+    "written from some moment on": "COUNT[0] += 1; {0}.kept.add_({1}.detach().mean(0)) if COUNT[0] > 5 else None",
+    "written once": "COUNT[0] += 1; {0}.kept.add_({1}.detach().mean(0)) if COUNT[0] == 6 else None",
     "decided": "{0}.kept += 1 if {0}.kept.sum() < 8 else -1",
     "drawn": "{0}.kept.add_(torch.ones(4))",
     "two": "{0}.kept += 1; {0}.other = {0}.other + {0}.kept",

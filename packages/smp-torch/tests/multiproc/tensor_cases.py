@@ -726,17 +726,28 @@ def whole_updates() -> None:
         model.backward(loss)
         return loss
 
-    for _ in range(2):
-        states = torch.randn(4, WIDTH)  # the same on all ranks
-        optimizer.zero_grad(), other.zero_grad()
-        train(model, states)
-        plain(states).square().mean().backward()
-        optimizer.step(), other.step()
-    state = model.state_dict()
-    for key, value in plain.state_dict().items():
-        torch.testing.assert_close(state[key], value)
-    with pytest.raises(UnsupportedError, match="cannot be loaded with 2 partitions"):
-        optimizer.load_state_dict(other.state_dict())
+    def go_on() -> None:
+        for _ in range(2):
+            states = torch.randn(4, WIDTH)  # the same on all ranks
+            optimizer.zero_grad(), other.zero_grad()
+            train(model, states)
+            plain(states).square().mean().backward()
+            optimizer.step(), other.step()
+        state = model.state_dict()
+        for key, value in plain.state_dict().items():
+            torch.testing.assert_close(state[key], value)
+
+    go_on()
+    kept, given = copy.deepcopy((optimizer.state_dict(), other.state_dict()))
+    torch.testing.assert_close(kept["state"], given["state"])
+    go_on()
+    # In the order of one process, from what one process has kept, and the other way round.
+    optimizer.load_state_dict(given), other.load_state_dict(kept)
+    go_on()
+    first, *_, last = model.parameters()
+    optimizer.state[first]["of both"] = first.detach().sum() + last.detach().sum()
+    with pytest.raises(UnsupportedError, match="cannot be read with 2 partitions"):
+        optimizer.state_dict()
 
 
 BEHAVIOUR = {

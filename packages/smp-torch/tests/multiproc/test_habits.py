@@ -56,6 +56,10 @@ def drawn(*given: Any) -> list[str]:
     return drawn_between.drawn_between(*given)
 
 
+def lazy_layers() -> list[str]:
+    return drawn_between.lazy_layers()
+
+
 def has_partitions(world: str) -> bool:
     """Whether a world has several partitions."""
     return world.startswith("pp")
@@ -71,6 +75,10 @@ def is_exact(worlds: Worlds, world: str, population: Any, *given: Any) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_what_scripts_draw_between_steps(worlds: Worlds, world: str) -> None:
     assert not any(run(worlds, WORLDS[world], drawn))
+
+
+def test_lazy_layers_draw_what_they_draw_in_one_process(worlds: Worlds) -> None:
+    assert not any(run(worlds, WORLDS["pp2-copies"], lazy_layers))
 
 
 @pytest.mark.parametrize("world", ["one", "pp2-copies"])

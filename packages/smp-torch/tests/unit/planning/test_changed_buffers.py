@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,15 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_in_turn
-from smdistributed.modelparallel.torch.planning.segments import Plan
-from smdistributed.modelparallel.torch.record.trace.buffers import KeptBuffer
+from smdistributed.modelparallel.torch.planning.changed_buffers import (
+    buffers_apart,
+    buffers_in_turn,
+    title_of,
+)
+from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
+from smdistributed.modelparallel.torch.planning.segments import Plan, cut
+from smdistributed.modelparallel.torch.record.buffers_before import Earlier, buffer_before
+from smdistributed.modelparallel.torch.record.trace.buffers import KeptBuffer, keep_on
 
 WIDTH = 4
 
@@ -46,7 +53,7 @@ def count(net: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def read(net: Any, x: torch.Tensor) -> torch.Tensor:
-    return x * net.kept
+    return x * (net.kept + 1)
 
 
 def grow(net: Any, x: torch.Tensor) -> torch.Tensor:
@@ -103,6 +110,41 @@ def test_microbatches_that_read_a_buffer_where_others_do_not_change_it_are_refus
     with pytest.raises(UnsupportedError, match="changed by some microbatches of a step"):
         buffers_in_turn([changing, reading])
     assert buffers_in_turn([reading, reading]) == []
+
+
+@pytest.mark.parametrize("reading", [(read, leave), (leave, read), (read, read), (average, leave)])
+def test_microbatches_that_leave_a_buffer_read_it_where_others_change_it(reading: Any) -> None:
+    net = Net(leave, leave)
+    changing, other = plan_of(leave, average, net), plan_of(*reading, net)
+    ((slot, rank),) = buffers_apart([changing, other]).items() or [((net, "kept"), 1)]
+    assert rank in kept_at(changing) + kept_at(other)
+    partition_of: dict[nn.Module, int] = {net.first: 0, net.second: 1}
+    for plan in (changing, other):
+        keep_on(plan.graph, slot, title_of(slot), rank)
+    plans = [
+        cut(plan.graph, partition_of, lambda slot: partition_of[slot[0]], ComputeCosts())
+        for plan in (changing, other)
+    ]
+    assert [kept_at(plan) for plan in plans] == [[rank], [rank]]
+    assert buffers_apart(plans) == {}
+    (reason,) = buffers_in_turn(plans)
+    assert reason.startswith("Net.kept is read in one place")
+    # What comes of it is computed there, too, and nowhere else.
+    assert not any(
+        node.replicated and not all(value.replicated for value in node.inputs)
+        for plan in plans
+        for node in plan.graph.nodes
+    )
+
+
+def test_what_a_microbatch_leaves_as_it_is_is_known_from_those_before() -> None:
+    net = Net(leave, leave)
+    plan = plan_of(read, leave, net)
+    keep_on(plan.graph, (net, "kept"), "Net.kept", 1)
+    earlier: Any = types.SimpleNamespace(graph=plan.graph, constants_read=list)
+    content = torch.arange(4)
+    found = buffer_before([Earlier(earlier, ((), {}))], lambda *_: content, net, "kept")
+    assert found is content
 
 
 @pytest.mark.parametrize(

@@ -160,6 +160,91 @@ def test_gradients_are_those_of_one_process(ask: Callable[[Run, torch.Tensor], A
         assert torch.allclose(own, other)  # statistics were not written once more
 
 
+class Trained:
+    """A model whose ``backward`` counts by a share, as a microbatch's does."""
+
+    def __init__(self, net: nn.Module, share: float, backward: Callable[[Any], None]) -> None:
+        self.run, self._share, self._backward = net, share, backward
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self._backward(loss * self._share)
+
+
+def taken(model: Trained, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    model.backward(model.run(x).square().mean())
+    return model.run((x - 9 * x.grad).detach()).square().mean()
+
+
+def added_up(model: Trained, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    model.backward(model.run(x).square().mean())
+    slope = x.grad
+    assert slope is not None
+    before = slope.clone()
+    model.backward(model.run(x + slope).abs().mean())
+    return model.run(x.detach() - slope * 3).square().mean() + before.norm()
+
+
+def put_away(model: Trained, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    for _ in range(2):
+        model.backward(model.run(x).square().mean())
+        slope, x.grad = x.grad, None
+    return model.run(x.detach() - slope * 3).square().mean()
+
+
+def changed(model: Trained, x: torch.Tensor) -> torch.Tensor:
+    change = torch.zeros_like(x, requires_grad=True)
+    for _ in range(2):
+        model.backward(model.run(x + change).square().mean())
+        with torch.no_grad():
+            change.add_(change.grad)  # type: ignore[arg-type]
+        change.grad.zero_()  # type: ignore[union-attr]
+    return model.run(x + change).square().mean()
+
+
+@pytest.mark.parametrize("ask", [taken, added_up, put_away, changed])
+def test_gradients_of_backward_are_computed_with(
+    ask: Callable[[Trained, torch.Tensor], torch.Tensor],
+) -> None:
+    net, x = net_of(), torch.randn(8, WIDTH)
+    expected = ask(Trained(copy.deepcopy(net), 0.5, lambda loss: loss.backward()), x)
+    step = Recorded(net, ALTERNATING)
+    plan = step.plan(lambda x: ask(Trained(net, 1.0, step.backward), x), x)
+    shares = [0.5 * each.tensor for each in plan.graph.constants]
+    for cuts in (True, False):
+        assert torch.allclose(run(plan, x, *shares, cuts=cuts), expected)
+
+
+def test_what_only_the_end_needs_of_a_gradient_is_left_to_the_backward_pass() -> None:
+    net, x = net_of(), torch.randn(8, WIDTH)
+    step = Recorded(net, ALTERNATING)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        step.backward(net(x).square().mean())
+        return x.grad.sign()  # type: ignore[union-attr]
+
+    plan = step.plan(body, x)
+    assert not any(node.target in (torch.autograd.grad, product) for node in plan.graph.nodes)
+
+
+def test_a_view_of_a_gradient_that_has_grown_is_refused() -> None:
+    net, x = net_of(), torch.randn(8, WIDTH)
+    step = Recorded(net, ALTERNATING)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        step.backward(net(x).square().mean())
+        view = x.grad.data  # type: ignore[union-attr]
+        step.backward(net(x + view).square().mean())
+        return net(x.detach() - view)
+
+    with pytest.raises(UnsupportedError, match="a view of a gradient"):
+        step.plan(body, x)
+
+
 def test_a_weight_of_two_layers_has_the_sum_of_their_gradients() -> None:
     net, x = net_of(), torch.randn(2, WIDTH)
     net[2].linear.weight = net[0].linear.weight

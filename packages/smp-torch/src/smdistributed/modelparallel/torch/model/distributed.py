@@ -98,7 +98,9 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             )
         super().__init__()
         self._given = weakref.ref(module)  # which distributed modules may take the place of
-        check_made(module)
+        refused = unmade(module)
+        if refused is not None and runtime.topology.pp_size == 1:
+            raise refused
         take_copy(module)  # if it is one of another one
         _check_overlaps(runtime, module)
         _check_renormalized(runtime, module)
@@ -249,12 +251,17 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
             run = functools.partial(passes.backward, retain_graph=retain_graph)
             differentiate(tensors, grad_tensors, 1.0 if scale is None else scale, run)
 
+    @property
+    def scales_losses(self) -> bool:
+        """Whether losses are multiplied by a scale before they are differentiated."""
+        return self._runtime.config.fp16
+
     def apply_loss_scale(self) -> torch.Tensor | None:
         """Returns what losses are multiplied by, and notes that the gradients to come carry it.
 
         Shape: scalar, on the device. None: by nothing.
         """
-        if not self._runtime.config.fp16:
+        if not self.scales_losses:
             return None
         optimizer = self._find_optimizer()
         self.scaled_by = None if optimizer is None else optimizer.applied_loss_scale
@@ -697,19 +704,23 @@ def _check_renormalized(runtime: TorchRuntime, module: nn.Module) -> None:
             )
 
 
-def check_made(module: nn.Module) -> None:
-    """Refuses a model that has modules whose first call makes their parameters.
+def is_made(module: nn.Module) -> bool:
+    """Whether the parameters and buffers of a module itself have a shape."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return not any(each is not None and is_lazy(each) for each in tensors)
 
-    Raises:
-        UnsupportedError: there is one.
-    """
-    for name, each in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(each):
-            raise UnsupportedError(
-                f"{name} has no shape before its module (nn.LazyLinear, say) is called first, so "
-                "nobody knows which rank it fits on: run the model once on an example before "
-                "smp.DistributedModel, as in plain PyTorch before an optimizer is made."
+
+def unmade(module: nn.Module) -> UnsupportedError | None:
+    """Returns why a model cannot be used yet: the first call of a module makes its parameters."""
+    for name, each in module.named_modules():
+        if not is_made(each):
+            return UnsupportedError(
+                f"{name or 'the model'} ({type(each).__name__}) has parameters without a shape "
+                "before it is called first, so nobody knows which rank they fit on: run the model "
+                "once on an example before smp.DistributedModel, as in plain PyTorch before an "
+                "optimizer is made."
             )
+    return None
 
 
 def _check_overlaps(runtime: TorchRuntime, module: nn.Module) -> None:

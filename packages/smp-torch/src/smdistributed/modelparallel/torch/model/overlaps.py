@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 #: Above it parts of a memory that are interleaved are taken to overlap.
 _MOST_COMPARED = 1 << 26
@@ -21,7 +22,7 @@ def overlaps_in(module: nn.Module) -> list[tuple[str, str]]:
     by_memory: dict[int, list[tuple[str, torch.Tensor, bool]]] = {}
     for is_parameter, named in ((True, module.named_parameters()), (False, module.named_buffers())):
         for name, tensor in named:
-            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+            if _has_memory(tensor):
                 memory = tensor.untyped_storage().data_ptr()
                 if memory:
                     by_memory.setdefault(memory, []).append((name, tensor, is_parameter))
@@ -53,3 +54,9 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     start = tensor.storage_offset()
     last = start + sum((size - 1) * stride for size, stride in sizes)
     return int(start) * tensor.itemsize, int(last + 1) * tensor.itemsize
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory; of a lazy module it does from the first call on."""
+    is_there = tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor)
+    return is_there and bool(tensor.numel())

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.nn.built_in import built_in
+from smdistributed.modelparallel.torch.nn.original import READING
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.tensor_parallel.module import name_places
 from smdistributed.modelparallel.torch.tensor_parallel.registry import registration_of
@@ -16,6 +22,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.replacement import (
     replace_marked,
     unify_drawn,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def sliced_modules(runtime: TorchRuntime, module: nn.Module) -> list[nn.Module]:
@@ -32,7 +40,19 @@ def sliced_modules(runtime: TorchRuntime, module: nn.Module) -> list[nn.Module]:
 
 
 def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Module:
-    """Returns a model with distributed modules in the places of marked ones."""
+    """Returns a model with distributed modules in the places of marked ones.
+
+    One with lazy modules stays as it is: where it can be split goes by sizes, which it has when
+    training has begun.
+    """
+    if any(map(is_lazy, module.parameters())):
+        if runtime.tensor_group.size > 1:
+            logger.warning(
+                "lazy modules have no sizes before they are called: each tensor-parallel rank has "
+                "all of the model. Run it once on an example before smp.DistributedModel to split "
+                "it."
+            )
+        return module
     group, delayed = runtime.tensor_group, runtime.delayed
     spreads_experts = runtime.config.expert_parallel_degree > 1
     if group.size == 1 and not runtime.tensor_marks.has_any(module):
@@ -58,14 +78,19 @@ def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Mod
     unify_drawn(replaced, group, delayed)
     name_places(replaced)
     if replaced is not module:
-        refuse_uses(module)
+        refuse_uses(module, replaced)
     return replaced
 
 
-def refuse_uses(module: nn.Module) -> None:
+def refuse_uses(module: nn.Module, replaced: nn.Module) -> None:
     """Has calls and the state of a model raise whose place a distributed module has taken.
 
-    It keeps the values of then. Code outside may still have it, and would go by these.
+    It keeps the values of then. Code outside may still have it, and would go by these. What makes
+    a model of the current values to run on, as ``generate``, is as well called there.
+
+    Args:
+        module: the model.
+        replaced: what has taken its place.
     """
 
     def refuse(*_: Any) -> None:
@@ -75,5 +100,18 @@ def refuse_uses(module: nn.Module) -> None:
             "DistributedModel, which has its methods, or what its get_module() returns."
         )
 
+    if getattr(replaced, "stands_for", None) is not None:
+        for name in filter(functools.partial(hasattr, module), READING):
+            vars(module)[name] = functools.partial(_call, weakref.ref(replaced), name, refuse)
     module.register_forward_pre_hook(refuse)
     module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+def _call(
+    of: weakref.ref[nn.Module], name: str, refuse: Callable[[], None], *args: Any, **kwargs: Any
+) -> Any:
+    """Calls a method of what has taken the place of a model, if that is still there."""
+    replaced = of()
+    if replaced is None:
+        refuse()
+    return getattr(replaced, name)(*args, **kwargs)

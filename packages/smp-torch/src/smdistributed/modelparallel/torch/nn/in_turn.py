@@ -66,6 +66,17 @@ class LayersInTurn(nn.Sequential):
         """Applies the layers in order. Collective: TP_GROUP."""
         return self._run(list(self), input, [])
 
+    def states(self, input: Any) -> list[torch.Tensor]:
+        """Applies the layers in order, and returns what each of them gives. Collective: TP_GROUP.
+
+        They run as they are written, whole batches.
+        """
+        found = []
+        for layer in self:
+            input = layer(input)
+            found.append(input[0])
+        return found
+
     def in_turn(self, layers: Sequence[nn.Module]) -> Callable[[Any], Any]:
         """Returns what applies some of the layers, that follow each other.
 

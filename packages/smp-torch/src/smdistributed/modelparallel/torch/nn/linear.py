@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from smdistributed.modelparallel.torch.compat.private.jagged import is_jagged, with_values
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import leave, to_channels
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import sliced_linear
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
@@ -24,6 +25,7 @@ class DistributedLinear(DistributedModule):
     examples. Forward and backward are collective: TP_GROUP.
 
     Shape: ``(N, ..., in_features)`` to ``(N, ..., out_features)``; ``N`` may differ between ranks.
+    So may lengths within a nested tensor of the layout ``torch.jagged``.
     The weight is ``(out_features, in_features / tp_size)``; the bias is whole on each rank.
 
     Args:
@@ -69,6 +71,8 @@ class DistributedLinear(DistributedModule):
         group = self.tensor_group
         if group.size == 1:
             return F.linear(input, self.weight, self.bias)
+        if is_jagged(input):
+            return with_values(input, self.forward(input.values()))
         if input.dim() == 1:
             return self.forward(input[None])[0]
         with group.examples(self.place, input) as (sizes, _):

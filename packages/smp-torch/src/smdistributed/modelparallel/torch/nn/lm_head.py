@@ -177,15 +177,26 @@ class DistributedTransformerLMHead(DistributedModule):
 
     def forward(self, inputs: Any) -> Any:
         """Runs the model on the own examples. Collective: TP_GROUP."""
-        given = self._unpack(inputs)
+        return self._run(self._unpack(inputs), None)
+
+    def with_states(self, inputs: Any) -> tuple[Any, list[torch.Tensor]]:
+        """Runs the model; returns what the embeddings and each layer give, too.
+
+        The last of these is behind the last norm. Collective: TP_GROUP.
+        """
+        states: list[torch.Tensor] = []
+        return self._run(self._unpack(inputs), states), states
+
+    def _run(self, given: _Inputs, states: list[torch.Tensor] | None) -> Any:
+        """Runs the model; puts hidden states into a list, if there is one."""
         group = self.tensor_group
         with group.examples(
             self.place,
             given.input_ids,
             [given.attention_mask, given.cross_mask],
-            can_slice=self.transformer.can_slice(),
+            can_slice=states is None and self.transformer.can_slice(),
         ) as (_, (mask, cross_mask)):
-            hidden = self._hidden(given, mask, cross_mask)
+            hidden = self._hidden(given, mask, cross_mask, states)
             if not self.add_lm_head:
                 return hidden
             if self.lm_head is not None:
@@ -197,7 +208,11 @@ class DistributedTransformerLMHead(DistributedModule):
         return self._loss(logits, given.labels), logits
 
     def _hidden(
-        self, given: _Inputs, hidden_keys: torch.Tensor | None, cross_keys: torch.Tensor | None
+        self,
+        given: _Inputs,
+        hidden_keys: torch.Tensor | None,
+        cross_keys: torch.Tensor | None,
+        states: list[torch.Tensor] | None,
     ) -> torch.Tensor:
         embedded = self.word_embedding(given.input_ids)
         if self.position_embedding is not None:
@@ -210,12 +225,17 @@ class DistributedTransformerLMHead(DistributedModule):
             embedded = embedded + self.token_type_embedding(given.token_type_ids)
         embedded = self.dropout(embedded)
         mask = _additive(hidden_keys, embedded)
+        entering: tuple[torch.Tensor | None, ...] = (embedded, mask)
         if self.add_cross_attention:
-            cross_mask = _additive(cross_keys, embedded)
-            hidden = self.transformer((embedded, given.cross_states, mask, cross_mask))[0]
+            entering = (embedded, given.cross_states, mask, _additive(cross_keys, embedded))
+        if states is None:
+            hidden = self.transformer(entering)[0]
         else:
-            hidden = self.transformer((embedded, mask))[0]
+            states += [embedded, *self.transformer.seq_layers.states(entering)]
+            hidden = states[-1]
         normed: torch.Tensor = hidden if self.layernorm is None else self.layernorm(hidden)
+        if states is not None:
+            states[-1] = normed
         return normed
 
     def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

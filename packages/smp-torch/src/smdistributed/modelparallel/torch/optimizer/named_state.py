@@ -17,6 +17,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import CheckpointError, SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
+from smdistributed.modelparallel.torch.absence.tensors import AbsentTensor
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.slices import SlicedTensors
 from smdistributed.modelparallel.torch.model.state import PARTIAL_KEY, collect
@@ -24,7 +25,7 @@ from smdistributed.modelparallel.torch.optimizer import state as optimizer_state
 from smdistributed.modelparallel.torch.optimizer.state import LOSS_SCALE, MASTER
 from smdistributed.modelparallel.torch.precision.master_update import MasterUpdate
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.tensors.nested import map_tensors
+from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 
 #: Which shards a partial state has, and of how many ranks.
 SHARD_KEY = "_smp_shard"
@@ -71,7 +72,11 @@ class NamedState:
 
         Where each replica has state of its own, ``gather`` brings a list of it, a dict a replica.
         Collective with ``gather``, if state or parameters are sharded: DP_GROUP.
+
+        Raises:
+            UnsupportedError: what it keeps is computed from parameters of several partitions.
         """
+        self._check_readable()
         if self._masters is not None:
             self._masters.adopt()
         named = optimizer_state.to_names(
@@ -110,6 +115,17 @@ class NamedState:
             local = self._merged(parts, self._sliced.group)
         numbered = optimizer_state.to_numbers(local, self._ordered(local))
         return {**numbered, **self._loss_scale()}
+
+    def _check_readable(self) -> None:
+        """Makes sure that one rank has each tensor that the optimizer keeps; alike on all ranks."""
+        for each in tensors_in(list(self._optimizer.state.values())):
+            if isinstance(each, AbsentTensor) and len(each.absent.origin.owners) > 1:
+                raise UnsupportedError(
+                    f"the state of {type(self._optimizer).__name__} cannot be read with "
+                    f"{self._runtime.topology.pp_size} partitions: it keeps what is computed from "
+                    "parameters of several, which no rank has. Go on without it, or with an "
+                    "optimizer that keeps something of each parameter by itself (AdamW)."
+                )
 
     @property
     def _is_split(self) -> bool:
@@ -182,18 +198,12 @@ class NamedState:
         Raises:
             CheckpointError: a parameter of this rank is not in it, or some rank was given the
                 shards of another one.
-            UnsupportedError: updates go by what is kept of parameters of all partitions.
         """
-        if self._spans_partitions and state["state"]:
-            raise UnsupportedError(
-                f"the state of {type(self._optimizer).__name__} cannot be loaded with "
-                f"{self._runtime.topology.pp_size} partitions: it looks at whole parameters, and "
-                "each rank keeps something of those of all partitions, which the state of one has "
-                "not. Go on without it, or with an optimizer that works number by number (AdamW)."
-            )
         if self._masters is not None:
             self._masters.adopt()
-        own = self._own_names()
+        # What goes by all parameters keeps something of each on every rank: whole tensors, which
+        # the next update makes those of one partition.
+        own = self._every_name() if self._spans_partitions else self._own_names()
         if state.get(PARTIAL_KEY, False):
             given = {name for names in optimizer_state.names_in(state) for name in names}
             # Under the same partition every rank has what it needs, and nothing travels.
@@ -294,7 +304,11 @@ class NamedState:
         """Returns the names of the parameters that this rank updates."""
         here = {id(each) for model in self._models for each in model.local_parameters()}
         foreign = {name for key, name in self._names().items() if key not in here}
-        return {name for names in self._held_names() for name in names} - foreign
+        return self._every_name() - foreign
+
+    def _every_name(self) -> set[str]:
+        """Returns the names of the parameters that the wrapped optimizer has."""
+        return {name for names in self._held_names() for name in names}
 
     def _ordered(self, merged: Mapping[str, Any]) -> Sequence[Sequence[str]]:
         """Returns the groups of a merged state in the order of the whole optimizer."""

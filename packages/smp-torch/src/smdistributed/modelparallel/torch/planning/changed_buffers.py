@@ -6,7 +6,7 @@ A microbatch reads such a buffer on one rank, and keeps what it makes of it ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.planning.ranks import changed_buffer
@@ -26,21 +26,52 @@ def buffers_in_turn(plans: Sequence[Plan]) -> list[str]:
         UnsupportedError: microbatches read, or change, one on different ranks.
     """
     distinct = list(dict.fromkeys(plans))
-    changed = dict.fromkeys(slot for plan in distinct for slot in plan.graph.buffers)
     reasons = []
-    for slot in changed:
-        title = f"{type(slot[0]).__name__}.{slot[1]}"
+    for slot in _changed(distinct):
         places = [_places(plan, slot) for plan in distinct]
-        ranks = {rank for each in places for rank, _ in each}
-        if len(ranks) > 1:
+        if len(_ranks(places)) > 1:
             raise UnsupportedError(
-                f"{title}, a buffer of a module that is split over partitions, is changed by some "
-                "microbatches of a step and read by others that do not change it, on other "
+                f"{title_of(slot)}, a buffer of a module that is split over partitions, is changed "
+                "by some microbatches of a step and read by others that do not change it, on other "
                 "partitions. Let all of them change it, or put the module on one partition."
             )
         if len(distinct) > 1 or any(len(each) > 1 for each in places):
-            reasons.append(f"{title} is read in one place of the pipeline and changed in another")
+            reasons.append(
+                f"{title_of(slot)} is read in one place of the pipeline and changed in another"
+            )
     return reasons
+
+
+def buffers_apart(plans: Collection[Plan]) -> dict[Slot, int]:
+    """Returns the buffers that microbatches read, or change, on different ranks, and one of these.
+
+    Args:
+        plans: of the microbatches of a step.
+    """
+    found = {}
+    for slot in _changed(plans):
+        places = [_places(plan, slot) for plan in plans]
+        if len(_ranks(places)) > 1:
+            changing = (at for plan, at in zip(plans, places, strict=True) if _has(plan, slot))
+            found[slot] = min(_ranks(changing))
+    return found
+
+
+def title_of(slot: Slot) -> str:
+    """Returns what a message calls a buffer."""
+    return f"{type(slot[0]).__name__}.{slot[1]}"
+
+
+def _changed(plans: Iterable[Plan]) -> list[Slot]:
+    return list(dict.fromkeys(slot for plan in plans for slot in plan.graph.buffers))
+
+
+def _has(plan: Plan, slot: Slot) -> bool:
+    return slot in plan.graph.buffers
+
+
+def _ranks(places: Iterable[set[tuple[int, int]]]) -> set[int]:
+    return {rank for each in places for rank, _ in each}
 
 
 def _places(plan: Plan, slot: Slot) -> set[tuple[int, int]]:

@@ -85,7 +85,8 @@ class Ranks:
                 ranks[node] = ranks[max(makers, key=lambda maker: maker.index)]
             if isinstance(node.target, KeptBuffer) and slot is not None and node in ranks:
                 found[slot] = ranks[node]
-        return found
+        told = {slot: each.rank for slot, each in graph.buffers.items() if each.rank is not None}
+        return found | told
 
     def _find_travelling(self, graph: Graph) -> set[Node]:
         """Returns the parameters that leave their partition as they are.

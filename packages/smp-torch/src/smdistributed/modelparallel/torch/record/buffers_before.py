@@ -47,7 +47,7 @@ def buffer_before(
     for position in reversed(range(len(earlier))):
         passed, call = earlier[position]
         changed = passed.graph.buffers.get((module, name))
-        if changed is None:
+        if changed is None or changed.is_same:
             continue
         if changed.known is None:
             raise depends_on_values(

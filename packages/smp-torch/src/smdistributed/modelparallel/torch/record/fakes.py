@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import (
@@ -86,8 +87,8 @@ class FakeModel:
                 )
             for slots in (module._parameters, module._buffers):
                 for slot, tensor in slots.items():
-                    if tensor is None:
-                        continue
+                    if tensor is None or is_lazy(tensor):
+                        continue  # a lazy one has a shape from its first call on
                     if isinstance(tensor, FakeTensor):
                         raise UnsupportedError(
                             f"{f'{name}.{slot}'.lstrip('.')} was made in a forward, while a step "
@@ -281,4 +282,5 @@ def _make_fake(tensor: torch.Tensor, mode: FakeTensorMode, device: torch.device)
 
 
 def _form_of(tensor: torch.Tensor | None) -> tuple[torch.dtype | None, torch.Size | None]:
-    return (None, None) if tensor is None else (tensor.dtype, tensor.shape)
+    is_there = tensor is not None and not is_lazy(tensor)
+    return (tensor.dtype, tensor.shape) if is_there else (None, None)  # type: ignore[union-attr]

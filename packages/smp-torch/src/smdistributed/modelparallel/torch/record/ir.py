@@ -398,10 +398,14 @@ class ChangedBuffer(NamedTuple):
     Attributes:
         value: what it is in the end.
         known: the same, where every rank can compute it before the step runs; else None.
+        rank: that is to keep it; None: where it is made.
+        is_same: it is what it was: other microbatches of the step change it.
     """
 
     value: Value
     known: Value | None
+    rank: int | None = None
+    is_same: bool = False
 
 
 class Graph:

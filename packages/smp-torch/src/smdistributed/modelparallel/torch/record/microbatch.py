@@ -44,6 +44,9 @@ from smdistributed.modelparallel.torch.tensors.nested import (
 )
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
+#: By what a loss counts, of the model whose module is given; None: the step knows when it runs.
+ShareOf = Callable[[nn.Module], float | None]
+
 
 @dataclass(frozen=True)
 class Context:
@@ -117,6 +120,7 @@ class Microbatch:
         call: the arguments of the user's function.
         decisions: answers questions about data.
         buffer: returns what a buffer of a split module holds when the microbatch begins.
+        share_of: by what a loss of a model counts in it.
 
     Attributes:
         real_inputs: the tensors of the arguments; fakes where they are not known.
@@ -155,9 +159,11 @@ class Microbatch:
         call: tuple[Sequence[Any], Mapping[str, Any]],
         decisions: Decisions,
         buffer: Callable[[nn.Module, str], Any],
+        share_of: ShareOf,
     ) -> None:
         self._context = context
         self._buffer = buffer
+        self.share_of = share_of
         self.trace = trace
         self.call = call
         self.decisions = decisions

@@ -52,7 +52,7 @@ from smdistributed.modelparallel.torch.record.data import SETTING_DATA, can_be_p
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.leaves.spans import collapsed, leaf_spans
-from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch
+from smdistributed.modelparallel.torch.record.microbatch import Context, Microbatch, ShareOf
 from smdistributed.modelparallel.torch.record.passes import OpenPass, Passed
 from smdistributed.modelparallel.torch.record.questions.ahead import (
     Ahead,
@@ -163,6 +163,7 @@ class Recorder(TorchFunctionMode):
         call: tuple[Sequence[Any], Mapping[str, Any]],
         decisions: Decisions,
         earlier: Sequence[Earlier] = (),
+        share_of: ShareOf = lambda module: 1.0,
     ) -> Passed:
         """Runs one microbatch of the user's function; inside ``on_fakes``.
 
@@ -172,11 +173,12 @@ class Recorder(TorchFunctionMode):
             call: its arguments; tensors may be fakes where they are not known.
             decisions: answers questions about data.
             earlier: the microbatches of the step that have run.
+            share_of: by what a loss of a model counts in the mini-batch's.
 
         Raises:
             UnsupportedError: the function does something that the partitions could not do.
         """
-        self._begin(trace, call, decisions, earlier)
+        self._begin(trace, call, decisions, earlier, share_of)
         with self._active():
             try:
                 passed = self._call_step(function, call)
@@ -297,11 +299,12 @@ class Recorder(TorchFunctionMode):
         call: tuple[Sequence[Any], Mapping[str, Any]],
         decisions: Decisions,
         earlier: Sequence[Earlier] = (),
+        share_of: ShareOf = lambda module: 1.0,
     ) -> None:
         with self._state.pausing(), torch.no_grad():
             trace.put_back()
         buffer = functools.partial(buffer_before, earlier, self._scene.real_of)
-        self._now = now = Microbatch(self._context, trace, call, decisions, buffer)
+        self._now = now = Microbatch(self._context, trace, call, decisions, buffer, share_of)
         self._known = KnownCalls(self._context, now)
         self._new = NewCalls(self._context, now)
         self._gradients = ActivationGradients(self._context, now, self._known, self._attributes)
@@ -375,6 +378,7 @@ class Recorder(TorchFunctionMode):
         """Returns the way that a log of entries has gone to its end."""
         values = self._with_buffers_kept(values, log, end)
         returned, numbers, _ = values.arguments(end.args)
+        values.settle_gradients((returned, numbers))
         graph = values.graph
         graph.result, graph.numbers = list(returned), list(numbers)
         graph.written = values.written_inputs()

@@ -260,6 +260,10 @@ class StepInputs:
                 "model.train(), model.eval() and the like on every rank."
             )
 
+    def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Call]:
+        """Returns what this rank alone would give each microbatch."""
+        return self._split(in_order(self._rules.signature, args, kwargs))[0]
+
     def _split(self, call: Call) -> tuple[Sequence[Call], Sequence[float]]:
         """Returns the calls of the microbatches, and their shares of the batch."""
         most = self._runtime.config.microbatches

@@ -20,12 +20,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
-from smdistributed.modelparallel.torch.model.distributed import models_of
+from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_apart, title_of
 from smdistributed.modelparallel.torch.planning.segments import Plan, cut
 from smdistributed.modelparallel.torch.planning.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.planning.spread_gradients import spread_gradients
@@ -40,6 +42,7 @@ from smdistributed.modelparallel.torch.record.questions.decisions import (
 )
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace.buffers import keep_on
 from smdistributed.modelparallel.torch.record.trace.tree import Trace, Way
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.batch import (
@@ -150,6 +153,7 @@ class Lockstep:
             self._check()
         if failure is not None:
             raise failure
+        self._bring_buffers_together()
         self._forget()
         return self._passed
 
@@ -330,7 +334,8 @@ class Lockstep:
         random.enter_pass(position, backward=False)
         trace = self._trace(batch, call)
         earlier = tuple(map(Earlier, self._passed, batch.calls))
-        passed = recorder.run(trace, self._function, call, decisions, earlier)
+        share_of = functools.partial(_share_of, models_of(self._runtime), batch.weights[position])
+        passed = recorder.run(trace, self._function, call, decisions, earlier, share_of)
         self._passed.append(passed)
         assert self._ahead is not None
         self._ahead.note(trace, call, passed)
@@ -496,6 +501,23 @@ class Lockstep:
         """Cuts a graph along the partition."""
         return cut(graph, self._partition_of(), self._owner_of(), self._tracing.costs)
 
+    def _bring_buffers_together(self) -> None:
+        """Has microbatches read, and change, a buffer of a split module on one rank.
+
+        Those that leave it as it is could read it on each, but for others that change it. All
+        ranks have the same plans, and find the same.
+        """
+        plans = dict.fromkeys(passed.plan for passed in self._passed)
+        apart = buffers_apart(plans) if len(plans) > 1 else {}
+        if not apart:
+            return
+        for way in [way for way in self._known_ways() if way.plan in plans]:
+            if any(node.target is torch.autograd.grad for node in way.graph.nodes):
+                continue  # it has been spread over the segments that it has
+            for slot, rank in apart.items():
+                keep_on(way.graph, slot, title_of(slot), rank)
+            way.plan = self._plan(way)
+
     def _owner_of(self) -> Callable[[Slot], int]:
         """Returns what tells the partition that holds a parameter."""
         models = [model for model in models_of(self._runtime) if model.holder.partitioned]
@@ -587,6 +609,20 @@ class Lockstep:
                 if entry.way is not None:
                     found.append(entry.way)
         return found
+
+
+def _share_of(models: Sequence[DistributedModel], weight: float, module: nn.Module) -> float | None:
+    """Returns by what a loss counts in the sum of a mini-batch; None if an optimizer scales it.
+
+    Args:
+        models: all.
+        weight: the share of the microbatch in the batch.
+        module: of the model whose loss it is.
+    """
+    (model,) = (each for each in models if each.get_module() is module)
+    if model.scales_losses:
+        return None
+    return weight if model.data_parallel.gradient_scale == "mean" else 1.0
 
 
 def _not_decided_here() -> SMPError:

@@ -38,7 +38,11 @@ from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
 from smdistributed.modelparallel.torch.execute.replay import Replay
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.gradients.shards import running
-from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
+from smdistributed.modelparallel.torch.model.distributed import (
+    DistributedModel,
+    models_of,
+    unmade,
+)
 from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.trace.tree import EntryKind
@@ -46,6 +50,7 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.state.switches import without_autocast
 from smdistributed.modelparallel.torch.stepping.absent_gradients import AbsentGradients
 from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
+from smdistributed.modelparallel.torch.stepping.first_shapes import give_shapes
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.lockstep import Lockstep
 from smdistributed.modelparallel.torch.stepping.offloaded import (
@@ -114,6 +119,7 @@ class PipelinedStep(StepOnFakes):
         self.runtime.departures.check_intact()
         if self.runtime.published is not None:
             self.runtime.published.begin_step()
+        self._give_shapes(args, kwargs)
         for model in models_of(self.runtime):
             model.refresh()
             if not model.holder.partitioned:
@@ -226,6 +232,22 @@ class PipelinedStep(StepOnFakes):
             if model not in self._watched:
                 self._watched.add(model)
                 weakref.finalize(model, _end, weakref.ref(self)).atexit = False
+
+    def _give_shapes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Gives shapes to lazy modules that no call has given one."""
+        fakes = [
+            model.holder.fakes
+            for model in models_of(self.runtime)
+            if not model.partitioned and unmade(model.get_module()) is not None
+        ]
+        if fakes:
+            runtime = self.runtime
+            runtime.current_step = self
+            try:
+                calls = self._inputs.calls(args, kwargs)
+                give_shapes(fakes, self._function, calls, runtime.fake_mode, runtime.device)
+            finally:
+                runtime.current_step = None
 
     def _follow_models(self, batch: MiniBatch) -> None:
         """Lets go of models that are gone, by the word of rank 0 of the pipeline."""

@@ -67,6 +67,7 @@ from smdistributed.modelparallel.torch.compat.private.distributed import (
     gradient_buckets,
     is_future,
 )
+from smdistributed.modelparallel.torch.compat.private.jagged import is_jagged, with_values
 from smdistributed.modelparallel.torch.compat.private.layers import GIVING_SIZES
 from smdistributed.modelparallel.torch.compat.private.modes import (
     DATA_DEPENDENT,
@@ -129,6 +130,7 @@ def self_test() -> list[str]:
             _tensors_without_memory,
             _who_differentiates,
             _attention,
+            _rows_of_nested_tensors,
         )
         if (error := _failure(check)) is not None
     ]
@@ -532,3 +534,12 @@ def _attention() -> None:
     found = gradients_of(query, query, key, key, attended, 1.0, is_causal=False)
     of_value = (scores.softmax(-1).mT @ query).view(1, 2, 2, 6, 8).sum(2)
     _expect(torch.allclose(found[2], of_value, atol=1e-5), "gradients of attention")
+
+
+def _rows_of_nested_tensors() -> None:
+    rows = [torch.ones(length, 2) for length in (3, 1)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    _expect(is_jagged(nested) and not is_jagged(rows[0]), "a nested tensor is told from others")
+    made = with_values(nested, nested.values() * 2)
+    padded = torch.nested.to_padded_tensor(made, 0.0)
+    _expect(padded.shape == (2, 3, 2), "the longest of its rows is known")

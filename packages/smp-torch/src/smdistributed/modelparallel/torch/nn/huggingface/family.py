@@ -27,7 +27,10 @@ ACTIVATIONS = {
 }
 #: What may be passed, and has no effect where nothing is cached or returned as a tuple.
 _WITHOUT_EFFECT = ("use_cache", "cache_position", "inputs_embeds", "logits_to_keep", "return_dict")
-_KNOWN = ("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch")
+_KNOWN = (
+    *("input_ids", "attention_mask", "position_ids", "labels", "num_items_in_batch"),
+    "output_hidden_states",
+)
 
 
 class StaysWholeError(Exception):
@@ -145,7 +148,14 @@ def _call_language_model(
                 f"{tuple(mask.shape)}."
             )
         mask = mask == 0
-    logits = type(made).forward(made, (ids, mask, None, positions, None))
+    inputs = (ids, mask, None, positions, None)
+    shows = given.get("output_hidden_states")
+    states = None
+    if config.output_hidden_states if shows is None else shows:
+        logits, found = made.with_states(inputs)
+        states = tuple(found)
+    else:
+        logits = type(made).forward(made, inputs)
     loss = None
     if labels is not None:
         number = given.get("num_items_in_batch")
@@ -155,10 +165,10 @@ def _call_language_model(
         if number is not None:
             loss = loss / number
     if given.get("return_dict") is False:
-        return (logits,) if loss is None else (loss, logits)
+        return tuple(each for each in (loss, logits, states) if each is not None)
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    return CausalLMOutputWithPast(loss=loss, logits=logits)
+    return CausalLMOutputWithPast(loss=loss, logits=logits, hidden_states=states)
 
 
 def wrapped_encoder(made: Any, original: nn.Module) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import hook_of_several
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
     forward_hook_of,
@@ -35,9 +35,10 @@ from smdistributed.modelparallel.torch.record.microbatch import Context, Microba
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind
 
 _TENSOR: Any = torch.Tensor
-_REGISTER, _RETAIN, _READ = _TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.grad.__get__
+_REGISTER, _RETAIN = _TENSOR.register_hook, _TENSOR.retain_grad
+_READ, _SET = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 #: Functions of torch that may concern the gradient of an activation.
-OF_GRADIENTS = frozenset({_REGISTER, _RETAIN, _READ})
+OF_GRADIENTS = frozenset({_REGISTER, _RETAIN, _READ, _SET})
 _Hook = Callable[..., Any]
 #: With the module whose forward hook has put it there, if one has.
 _Hooks = MutableMapping[int, tuple[nn.Module | None, _Hook]]
@@ -107,7 +108,11 @@ class ActivationGradients:
         self._calls: list[_HookedCall] = []
         #: What the gradients of activations are now, by their identity.
         self._gradients: dict[int, torch.Tensor] = {}
-        self._roots: list[torch.Tensor] = []
+        self._roots: list[_Root] = []
+        #: The leaves of autograd whose gradient the script has taken, by their identity.
+        self._taken: dict[int, torch.Tensor] = {}
+        #: How many backward passes there were when the script put a gradient away.
+        self._put_away: dict[int, int] = {}
         #: What is done when the call of a leaf that is in progress is written down.
         self._later: list[Callable[[], object]] = []
 
@@ -125,11 +130,12 @@ class ActivationGradients:
             return False
         if state.paused or state.leaf_depth:
             hooked = self._hooks_of if state.paused else forward_hook_of()
-            return function != _READ and hooked is not None and not self._asks(function, args)
+            is_hook = function in (_REGISTER, _RETAIN)
+            return is_hook and hooked is not None and not self._asks(function, args)
         span = self._now.span
         if span is None or span.module in self._context.scene.roots:
             return True
-        if function == _READ:
+        if function in (_READ, _SET):
             return False
         if forward_hook_of() is not None and not self._asks(function, args):
             while span is not None:
@@ -148,6 +154,8 @@ class ActivationGradients:
         tensor = self._now.fake(tensor)
         if function == _READ:
             return self._gradient_of(tensor)
+        if function == _SET:
+            return self._put(tensor, *args)
         if not self._now.requires_grad(tensor):
             function(tensor, *args, **kwargs)  # which says that it has none
         if function == _RETAIN:
@@ -313,7 +321,10 @@ class ActivationGradients:
             root: that it starts at.
             backward: its entry.
         """
-        self._roots.append(root)
+        self._roots.append(_Root(root, backward.target))
+        for tensor in self._taken.values():
+            # The tensor that the script has grows, too.
+            self._take(tensor, self._roots[-1:], self._gradients[id(tensor)])
         reached = [each for each in backward.result or () if self._is_looked_at(each)]
         identities = set(map(id, reached))
         for call in self._calls:
@@ -338,7 +349,7 @@ class ActivationGradients:
 
     def _arrive_at(self, tensor: torch.Tensor) -> bool:
         """Runs the hooks of a tensor; returns whether the backward pass comes to it."""
-        entry = self._entry(EntryKind.GRADIENT, "a gradient", (tensor,), self._make)
+        entry = self._arriving(tensor, self._roots[-1:])
         if entry.result is None:
             return False
         self._gradients[id(tensor)] = entry.result
@@ -423,9 +434,8 @@ class ActivationGradients:
         """Completes the entry of the gradient of a tensor, if a backward pass has come to it."""
         values = self._now.values
         assert values is not None
-        (tensor,) = entry.args
-        value = values.of(tensor)
-        if any(value in set(values.activations_of(root)) for root in self._roots):
+        tensor, roots, *_ = entry.args
+        if any(values.may_reach(tensor, root) for root in roots):
             with torch.no_grad():
                 self._now.keep_result(entry, torch.empty_like(tensor, requires_grad=False))
 
@@ -457,14 +467,73 @@ class ActivationGradients:
 
     def _gradient_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns what ``tensor.grad`` is now."""
-        if not (id(tensor) in self._retained or tensor.is_leaf) or not self._roots:
-            return None
-        if id(tensor) not in self._gradients and self._now.requires_grad(tensor):
-            entry = self._entry(EntryKind.GRADIENT, "a gradient", (tensor,), self._make)
-            if entry.result is not None:
-                self._gradients[id(tensor)] = entry.result
-                self._leave(tensor)
-        return self._gradients.get(id(tensor))
+        is_kept = id(tensor) in self._retained
+        if not is_kept and tensor.is_leaf and id(tensor) not in self._gradients:
+            roots = self._roots[self._put_away.get(id(tensor), 0) :]
+            if roots and self._now.requires_grad(tensor):
+                self._take(tensor, roots, None)
+        return self._gradients.get(id(tensor)) if is_kept or tensor.is_leaf else None
+
+    def _put(self, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Stands in for ``tensor.grad = gradient``."""
+        if gradient is not None or not tensor.is_leaf or id(tensor) in self._hooks:
+            raise UnsupportedError(
+                f"the gradient of an activation or an input is assigned in "
+                f"{self._context.calls.where()} while a pipelined step runs: it may be put away "
+                "(x.grad = None), of a tensor without hooks that no call of the step computes. "
+                "Compute with a tensor of your own."
+            )
+        self._gradients.pop(id(tensor), None)
+        self._taken.pop(id(tensor), None)
+        self._put_away[id(tensor)] = len(self._roots)
+
+    def _take(
+        self, tensor: torch.Tensor, roots: Sequence[_Root], former: torch.Tensor | None
+    ) -> None:
+        """Takes the gradient of a leaf of autograd.
+
+        Args:
+            tensor: the leaf.
+            roots: of the backward passes that may have come to it since.
+            former: what it was before; None: nothing.
+        """
+        entry = self._arriving(tensor, roots, former)
+        if entry.result is not None and former is None:
+            self._gradients[id(tensor)] = entry.result
+            self._taken[id(tensor)] = tensor
+            self._leave(tensor)
+
+    def _arriving(
+        self, tensor: torch.Tensor, roots: Sequence[_Root], former: torch.Tensor | None = None
+    ) -> Entry:
+        """Returns the entry of a gradient, whose result is None if no backward pass gives any."""
+        starts = tuple(each.start(self._now) for each in roots)
+        args = tensor, tuple(each.tensor for each in roots), starts, former
+        return self._entry(EntryKind.GRADIENT, "a gradient", args, self._make)
+
+
+@dataclass(eq=False)
+class _Root:
+    """What a backward pass starts at.
+
+    Attributes:
+        tensor: the loss.
+        module: whose ``backward`` it was.
+    """
+
+    tensor: torch.Tensor
+    module: nn.Module
+    _start: torch.Tensor | None = None
+
+    def start(self, now: Microbatch) -> torch.Tensor | None:
+        """Returns the gradient that it starts with; None if that is not known yet."""
+        share = now.share_of(self.module)
+        if share is not None and self._start is None:
+            with past_recording():
+                self._start = torch.full(
+                    self.tensor.shape, share, dtype=self.tensor.dtype, device=self.tensor.device
+                )
+        return self._start
 
 
 def _takes_part(obj: Any) -> bool:

@@ -156,9 +156,9 @@ def _not_twice(graph: Graph, log: Sequence[Entry]) -> str:
             return f"hooks or containers outside {entry.name} see its calls"
         if next(placeholders((entry.args, entry.kwargs), Carried), None) is not None:
             return f"{entry} is given an object with state"
-        if entry.target is torch.autograd.grad:
-            return f"{entry} differentiates"
     for node in graph.nodes:
+        if node.target is torch.autograd.grad:
+            return f"{node.name} differentiates"
         if node.kind is NodeKind.CALL and node.target is None:
             return "an unknown call made a tensor"
     return ""

@@ -17,6 +17,7 @@ from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor
+from smdistributed.modelparallel.torch.record.fakes import Slot
 from smdistributed.modelparallel.torch.record.ir import (
     ChangedBuffer,
     Graph,
@@ -124,12 +125,41 @@ def keep_changed(
         graph.buffers[module, name] = ChangedBuffer(
             value, replicated if replicated.replicated else None
         )
-        node = Node(0, NodeKind.CALL, KeptBuffer(module, name), f"{title} is kept", (value,))
-        node.grad_enabled = False
-        graph.nodes.insert(_place_behind(graph, value), node)
+        _add_keeping(graph, (module, name), title)
+
+
+def keep_on(graph: Graph, slot: Slot, title: str, rank: int) -> None:
+    """Has a microbatch read a buffer on one rank, where others of its step change it.
+
+    Args:
+        graph: of the microbatch, which may change it, too.
+        slot: of the buffer.
+        title: its name.
+        rank: the rank.
+    """
+    if slot in graph.buffers:
+        graph.buffers[slot] = graph.buffers[slot]._replace(rank=rank)
+        return
+    for node in graph.nodes:
+        is_it = node.kind is NodeKind.ATTRIBUTE and node.target == slot
+        if is_it:
+            graph.buffers[slot] = ChangedBuffer(node.outputs[0], None, rank, is_same=True)
+        if is_it or (node.replicated and not all(value.replicated for value in node.inputs)):
+            node.replicated = False
+            for value in node.outputs:
+                value.replicated = False
+    if slot in graph.buffers:
+        _add_keeping(graph, slot, title)
+
+
+def _add_keeping(graph: Graph, slot: Slot, title: str) -> None:
+    """Adds a call that keeps what a microbatch has made of a buffer."""
+    value = graph.buffers[slot].value
+    node = Node(0, NodeKind.CALL, KeptBuffer(*slot), f"{title} is kept", (value,))
+    node.grad_enabled = False
+    graph.nodes.insert(_place_behind(graph, value), node)
     graph.number()
-    kept = (each.value for each in graph.buffers.values())
-    graph.kept = list(dict.fromkeys((*graph.kept, *kept)))
+    graph.kept = list(dict.fromkeys((*graph.kept, value)))
 
 
 def _place_behind(graph: Graph, value: Value) -> int:

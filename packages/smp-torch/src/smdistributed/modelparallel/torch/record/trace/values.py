@@ -25,6 +25,12 @@ from smdistributed.modelparallel.torch.record.ir import (
 from smdistributed.modelparallel.torch.record.leaves.copies import RankCopies
 from smdistributed.modelparallel.torch.record.run_state import RunState
 from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.record.trace.early_gradients import (
+    Differentiated,
+    EarlyGradients,
+    computes_on,
+    reached_from,
+)
 from smdistributed.modelparallel.torch.record.trace.replicated import evaluate_replicated, sources
 from smdistributed.modelparallel.torch.record.trace.taps import Function, Tap
 from smdistributed.modelparallel.torch.record.trace.tree import (
@@ -35,6 +41,10 @@ from smdistributed.modelparallel.torch.record.trace.tree import (
     Trace,
 )
 from smdistributed.modelparallel.torch.state.carried import Carried
+from smdistributed.modelparallel.torch.tensors.functions import (
+    DIFFERENTIATING,
+    SWITCHING_GRADIENTS,
+)
 from smdistributed.modelparallel.torch.tensors.nested import (
     Path,
     placeholders,
@@ -104,6 +114,9 @@ class Values:
         self._trace = trace
         #: By the activation, the gradients whose hooks run at present.
         self._hooked: dict[Value, Value] = {}
+        self._early = EarlyGradients(self.graph)
+        #: Views of gradients that another backward pass has added to.
+        self._outdated: set[int] = set()
         self._inputs: list[tuple[torch.Tensor, Value]] = []
         for position, fake in enumerate(trace.inputs):
             node = self._node(NodeKind.INPUT, position, f"input {position}", replicated=True)
@@ -152,6 +165,8 @@ class Values:
         lent = [(spot, self.arguments(content)) for spot, content in entry.lent]
         kind = _NODE_KINDS[entry.kind]
         inputs = list(placeholders((args, kwargs), Value))
+        if self._state.is_glue and not self._hooked:
+            self._bring_forward(entry, [*inputs, *placeholders([e for _, e in lent], Value)])
         if kind is NodeKind.CALL and not inputs:
             kwargs |= _default_device(entry.outputs, kwargs)
         replicated = (
@@ -165,8 +180,8 @@ class Values:
         )
         before = {id(tensor): self._known[id(tensor)] for tensor in entry.changed}
         late = any(value.node.late for value in inputs) or (bool(self._hooked) and not replicated)
-        if late and self._state.is_glue:
-            _check_late(entry, before.values())
+        if late and self._state.is_glue and not _can_be_late(entry, list(before.values())):
+            raise computes_on(entry.name, "a hook on a gradient computes it")
         node = self._node(
             kind,
             torch.Tensor.detach if entry.kind is EntryKind.NUMBER else entry.target,
@@ -208,6 +223,8 @@ class Values:
         )
         if entry.effects and self._state.is_glue and self._scene.leaves:
             self.copies.note(entry, self._scene.leaves[entry.target].partition)
+        if entry.runs_backward:
+            self._early.with_code.add(node)
         for key, (tap, tensor) in entry.inner.items():
             if entry.decides and isinstance(tap.module, Function):
                 continue  # other numbers have it make other calls
@@ -241,8 +258,25 @@ class Values:
     def _take_root(self, entry: Entry) -> None:
         root = self.of(entry.args[0])
         if root.node.late and self._state.is_glue:
-            raise computes_on("model.backward")
+            if self._hooked:
+                raise computes_on("model.backward")
+            self._early.bring_forward([root], "model.backward")
         self.graph.roots.append(root)
+
+    def _bring_forward(self, entry: Entry, inputs: Sequence[Value]) -> None:
+        """Has gradients computed now that a call cannot wait for."""
+        changed = [self._known[id(tensor)] for tensor in entry.changed]
+        wanted = [value for value in (*inputs, *changed) if value.node.late]
+        if wanted and not _can_be_late(entry, changed):
+            self._early.bring_forward(wanted, entry.name)
+
+    def settle_gradients(self, returned: Any) -> None:
+        """Sees to the gradients that nothing but the end of the microbatch needs.
+
+        Args:
+            returned: a template of what it gives.
+        """
+        self._early.settle(list(placeholders(returned, Value)))
 
     def _take_gradient(self, entry: Entry) -> None:
         """Writes that the gradient of an activation arrives, or what its hooks have made of it."""
@@ -255,10 +289,27 @@ class Values:
             ((path, tensor),) = entry.outputs
             node = self._node(NodeKind.GRADIENT, None, entry.name, args=(activation,), late=True)
             given = self._bind(tensor, node, path, entry.specs[id(tensor)])
-            self._hooked[activation] = given
+            _, roots, starts, former = entry.args
+            of = Differentiated(*map(self.arguments, (roots, starts)))
+            self._early.note(node, of)
+            if former is None:
+                self._hooked[activation] = given
+            else:
+                self.graph.gradients.append(HookedGradient(activation, given, given))
+                self._add_to(former, given, entry)
         elif entry.kind is EntryKind.HOOKED:
             given, final = self._hooked.pop(activation), self.of(entry.args[1])
             self.graph.gradients.append(HookedGradient(activation, given, final))
+
+    def _add_to(self, gradient: torch.Tensor, more: Value, entry: Entry) -> None:
+        """Writes that a backward pass adds to the gradient that a tensor has."""
+        args = self.of(gradient), more
+        node = self._node(NodeKind.CALL, torch.add, "add", args=args, late=True)
+        spec = entry.specs[id(entry.outputs[0][1])]
+        for other, _ in self._sharing[storage_of(gradient)]:
+            if other is not gradient:
+                self._outdated.add(id(other))
+        self._bind(gradient, node, (), spec)
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self._known or id(tensor) in self._escaped
@@ -445,19 +496,16 @@ class Values:
 
         Autograd takes what was made last first. What is within a leaf is part of its gradient.
         """
-        pending, reached = [self.of(root)], set[Value]()
-        while pending:
-            value = pending.pop()
-            if value not in reached and value.requires_grad:
-                reached.add(value)
-                node = value.node
-                pending += [*node.inputs, *node.changed_views]
-                pending += [each for each in node.outputs if isinstance(each.source, Tap)]
 
         def moment(value: Value) -> tuple[int, bool, int]:
             return value.node.index, not isinstance(value.source, Tap), value.index
 
-        yield from sorted(reached, key=moment, reverse=True)
+        yield from sorted(reached_from([self.of(root)]), key=moment, reverse=True)
+
+    def may_reach(self, tensor: torch.Tensor, root: torch.Tensor) -> bool:
+        """Whether the gradient of a root comes to a tensor, as far as the way is known."""
+        reached = reached_from([self.of(root)])
+        return self.of(tensor) in reached or any(_is_unknown(value.node) for value in reached)
 
     def is_from_outside(self, tensor: torch.Tensor) -> bool:
         """Whether code outside of the leaf that runs has made a tensor of the step."""
@@ -480,6 +528,12 @@ class Values:
         """
         if isinstance(tensor, Constant):
             return self._of_constant(tensor)
+        if id(tensor) in self._outdated:
+            raise UnsupportedError(
+                f"{self._where()} computes with a view of a gradient (x.grad.data, x.grad[0]) to "
+                "which another model.backward of the same pipelined step has added since. Take "
+                "x.grad anew, or a copy before (x.grad.clone())."
+            )
         known = self._known.get(id(tensor))
         if known is not None:
             if id(tensor) in self._outside:
@@ -565,38 +619,18 @@ class Values:
         return real
 
 
-def _check_late(entry: Entry, changed: Iterable[Value]) -> None:
-    """Makes sure that a call which computes from gradients can be made behind the backward pass.
-
-    Raises:
-        UnsupportedError: it cannot.
-    """
-    if entry.kind is EntryKind.LEAF or entry.target is torch.autograd.grad:
-        raise computes_on(entry.name)
-    if any(not value.node.late for value in changed):
-        raise UnsupportedError(
-            f"{entry} writes what it computes from the gradient of an activation to a tensor of "
-            "the forward pass, a parameter or a buffer, while a pipelined step runs. Return it "
-            "from the step function and write it after the call, or do it inside one module."
-        )
-    if entry.draw is not None:
-        raise UnsupportedError(
-            f"{entry} draws random numbers for the gradient of an activation, while a pipelined "
-            "step runs. Draw them in the forward pass, or from a torch.Generator of your own."
-        )
+def _is_unknown(node: Node) -> bool:
+    """Whether it is not known what a tensor is made of, by a module that decides by numbers."""
+    return node.kind is NodeKind.CALL and node.target is None
 
 
-def computes_on(name: str) -> UnsupportedError:
-    """Returns the error of what needs gradients of a step to compute on in it.
-
-    Args:
-        name: of what does.
-    """
-    return UnsupportedError(
-        f"{name} is to compute with the gradient of an activation, or of an input, of the same "
-        "pipelined step: the Python of a step runs before there are gradients. Ask for it by "
-        "torch.autograd.grad(loss, tensor), which may be computed with, or return the gradient "
-        "from the step function, and go on in another one."
+def _can_be_late(entry: Entry, changed: Sequence[Value]) -> bool:
+    """Whether a call that computes from gradients can be made behind the backward pass."""
+    return (
+        entry.kind is not EntryKind.LEAF
+        and entry.target not in DIFFERENTIATING | SWITCHING_GRADIENTS
+        and entry.draw is None
+        and all(value.node.late for value in changed)
     )
 
 
