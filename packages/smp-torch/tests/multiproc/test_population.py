@@ -589,6 +589,12 @@ def test_layers_find_in_an_object_what_they_would_in_one_process(worlds: Worlds)
             assert reason in found[name] if reason else found[name] == "exact", (name, found[name])
 
 
+def test_a_question_may_be_the_first_to_read_a_parameter(worlds: Worlds) -> None:
+    name = "x=x*(2 if torch.equal(self.third.weight,self.third.weight) else 3)"
+    for found in run(worlds, WORLDS["v"], try_layers, [name]):
+        assert found[name] == "exact"
+
+
 def test_a_question_finds_what_earlier_microbatches_leave(worlds: Worlds) -> None:
     names = [
         "kept number, end, former spectral",

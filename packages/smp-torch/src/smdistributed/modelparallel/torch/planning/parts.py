@@ -47,15 +47,19 @@ def parts_between(plan: Plan, start: int, end: int, *, singly: bool) -> list[Seg
     return parts
 
 
-def part_giving(plan: Plan, values: Sequence[Value]) -> SegmentNodes:
+def part_giving(plan: Plan, values: Sequence[Value], start: int) -> SegmentNodes:
     """Returns what gives values, on the rank where code between modules would read them.
 
     Args:
         plan: what comes before was computed.
         values: of its graph.
+        start: the index of the first node that was not: parameters that are read for the first
+            time, say.
     """
     reader = Node(len(plan.graph.nodes), NodeKind.CALL, None, "a question", args=tuple(values))
-    return _part(len(plan.segments), rank_of_glue(reader, 0), [], values, values)
+    rank = rank_of_glue(reader, 0)
+    own = [each for each in plan.graph.nodes[start:] if each.rank == rank and each.segment >= 0]
+    return _part(len(plan.segments), rank, own, values, values)
 
 
 def _part(

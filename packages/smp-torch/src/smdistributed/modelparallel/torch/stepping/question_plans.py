@@ -91,7 +91,7 @@ class QuestionPlans:
         if before.ready is None:
             plan = self._cut(before.graph) if placed else on_one_rank(before.graph)
             digest = hashlib.sha256("\n".join(plan.lines()).encode()).hexdigest()
-            last = self._part(plan, part_giving(plan, asked))
+            last = self._part(plan, part_giving(plan, asked, before.num_nodes))
             before.ready = Ready(plan, before.num_nodes, digest, last)
             self._tell(where)
         ready: Ready = before.ready

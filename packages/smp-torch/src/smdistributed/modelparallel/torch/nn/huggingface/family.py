@@ -151,7 +151,7 @@ def _call_language_model(
     inputs = (ids, mask, None, positions, None)
     shows = given.get("output_hidden_states")
     states = None
-    if config.output_hidden_states if shows is None else shows:
+    if getattr(config, "output_hidden_states", False) if shows is None else shows:
         logits, found = made.with_states(inputs)
         states = tuple(found)
     else:
