@@ -123,6 +123,10 @@ HOOKED = {
     for each in net.modules():
         if isinstance(each, nn.Linear): each.register_full_backward_hook(check)""",
     },
+    "computed on": {
+        "before": "x = x.clone().requires_grad_()",
+        "after": "model.backward(model((x + x.grad).detach()).sum())",
+    },
 }
 _DOUBLE = "second.register_hook(lambda gradient: gradient * 2)"
 #: Refused -> a part of the reason.
@@ -130,13 +134,6 @@ REFUSED = {
     "asked for between": (
         {"behind": "found.register_hook(lambda gradient: LOG.append(bool(gradient.any())))"},
         "it is a gradient, or computed from one",
-    ),
-    "computed on": (
-        {
-            "before": "x = x.clone().requires_grad_()",
-            "after": "model.backward(model((x + x.grad).detach()).sum())",
-        },
-        "go on in another one",
     ),
     "of what is elsewhere": (
         {
