@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from smdistributed.modelparallel.torch.state.contents import Contents, tensors_held
+from smdistributed.modelparallel.torch.state.contents import (
+    Contents,
+    copied,
+    same_in_objects,
+    state_of,
+    tensors_held,
+)
+from smdistributed.modelparallel.torch.state.elsewhere import fits, outline_of
+from smdistributed.modelparallel.torch.tensors.nested import same
 
 
 class Layer:
@@ -95,3 +103,25 @@ def test_tensors_are_found_in_slots_sets_and_attributes_of_containers() -> None:
     slots.kept, rows.seen = {one}, {"last": three}  # type: ignore[attr-defined]
     found = [*tensors_held(slots), *tensors_held(rows), *tensors_held(frozenset([four]))]
     assert all(each is want for each, want in zip(found, (one, two, three, four), strict=True))
+
+
+class Linked:
+    def __init__(self, before: Linked | None, number: float) -> None:
+        self.before, self.kept = before, torch.full((2,), number)
+        self.all: list[Linked] = [] if before is None else before.all
+        self.all.append(self)
+
+
+def test_objects_that_know_each_other_are_looked_at_once() -> None:
+    last: Linked | None = None
+    for number in range(60):
+        last = Linked(last, number)
+    assert last is not None
+    # Each knows all others: to look at them by every way would take hours.
+    assert len(list(tensors_held(last))) == 60
+    before, other = state_of(last), copied(last)
+    assert same(before, state_of(last), same_in_objects)
+    assert before[0] is Linked
+    assert fits(outline_of(last), other)
+    other.all[7].kept = torch.zeros(3)
+    assert not fits(outline_of(last), other)

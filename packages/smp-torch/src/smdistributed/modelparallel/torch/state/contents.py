@@ -20,25 +20,32 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.state.identities import Identities
 from smdistributed.modelparallel.torch.tensors.nested import is_plain_value
 
+_WITHOUT_TENSORS = (type, torch.nn.Module, str, bytes, range, int, float, type(None))
+#: How far objects in objects are looked into; one that was come to before is not, again.
+_DEPTH = 8
 
-def state_of(obj: Any, depth: int = 8) -> Any:
+
+def state_of(obj: Any, depth: int = _DEPTH, seen: dict[int, int] | None = None) -> Any:
     """Returns what is in an object, as plain data: it stays when the object changes."""
     if isinstance(obj, torch.Tensor) or is_plain_value(obj) or not depth:
         return obj
-    if isinstance(obj, Mapping):
-        items: Any = [(key, state_of(item, depth - 1)) for key, item in obj.items()]
-        return type(obj), items, _attributes(obj, depth)
-    if isinstance(obj, list | tuple | set | frozenset | collections.deque):
-        return type(obj), [state_of(item, depth - 1) for item in obj], _attributes(obj, depth)
     if type(obj).__module__ == "numpy" and hasattr(obj, "tobytes"):
         return type(obj), obj.tobytes(), ()
-    if isinstance(obj, type | torch.nn.Module) or callable(obj):
+    is_container = isinstance(obj, Mapping | list | tuple | set | frozenset | collections.deque)
+    if not is_container and (isinstance(obj, type | torch.nn.Module) or callable(obj)):
         return obj
-    return type(obj), (), _attributes(obj, depth)
-
-
-def _attributes(obj: Any, depth: int) -> Any:
-    return [(name, state_of(item, depth - 1)) for name, item in attributes_of(obj).items()]
+    seen = {} if seen is None else seen
+    if id(obj) in seen:
+        return type(obj), seen[id(obj)], ()
+    if not isinstance(obj, tuple | frozenset):  # equal ones may be one, or not
+        seen[id(obj)] = len(seen)
+    items: Any = ()
+    if isinstance(obj, Mapping):
+        items = [(key, state_of(item, depth - 1, seen)) for key, item in obj.items()]
+    elif is_container:
+        items = [state_of(item, depth - 1, seen) for item in obj]
+    attributes = attributes_of(obj).items()
+    return type(obj), items, [(name, state_of(item, depth - 1, seen)) for name, item in attributes]
 
 
 def copied(obj: Any) -> Any:
@@ -46,16 +53,20 @@ def copied(obj: Any) -> Any:
     return copy.deepcopy(obj, {id(tensor): tensor for tensor in tensors_held(obj)})
 
 
-def tensors_held(obj: Any, depth: int = 6) -> Iterator[torch.Tensor]:
+def tensors_held(obj: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors in the attributes of an object, and in containers and objects in them."""
-    if isinstance(obj, torch.Tensor):
-        yield obj
-    elif depth and not isinstance(obj, type | torch.nn.Module | str | bytes):
-        items: Any = obj.values() if isinstance(obj, Mapping) else ()
-        if isinstance(obj, Sequence | Set):
-            items = obj
-        for item in (*items, *attributes_of(obj).values()):
-            yield from tensors_held(item, depth - 1)
+    seen: dict[int, Any] = {}
+    pending = [obj]
+    while pending:
+        obj = pending.pop()
+        if isinstance(obj, torch.Tensor):
+            yield obj
+        elif id(obj) not in seen and not isinstance(obj, _WITHOUT_TENSORS):
+            seen[id(obj)] = obj
+            items: Any = obj.values() if isinstance(obj, Mapping) else ()
+            if isinstance(obj, Sequence | Set):
+                items = obj
+            pending += reversed([*items, *attributes_of(obj).values()])
 
 
 def same_in_objects(want: Any, got: Any) -> bool:
@@ -68,7 +79,7 @@ def same_in_objects(want: Any, got: Any) -> bool:
         return want.dtype == got.dtype and torch.equal(want, got)
 
 
-#: The way to what an item is in, and its key there.
+#: How one is reached: the way to what it is in, and its key there; None: it is the first.
 _Way = tuple["_Way", Any] | None
 _SEQUENCES = (list, set, collections.deque)
 _CONTAINERS = (dict, *_SEQUENCES)
@@ -100,30 +111,16 @@ class Contents:
         self._look()
 
     def _look(self) -> None:
-        self._nodes: list[Any] = []
-        self._places: dict[int, int] = {}
-        #: How each is reached: from the one before it, and under which key; None: the object.
-        self._ways: list[_Way] = []
-        pending: list[tuple[Any, _Way]] = [(self.obj, None)]
-        while pending:
-            obj, way = pending.pop()
-            if isinstance(obj, tuple):
-                pending += [(item, (way, key)) for key, item in enumerate(obj)]
-            elif (
-                _has_contents(obj) and id(obj) not in self._places and id(obj) not in self._but_for
-            ):
-                self._places[id(obj)] = len(self._nodes)
-                self._nodes.append(obj)
-                self._ways.append(way)
-                pending += [(item, (way, key)) for key, item in _items(obj).items()]
-        self._before = [_items(node) for node in self._nodes]
+        self._nodes, self._ways = walked(self.obj, self._but_for)
+        self._places = {id(node): place for place, node in enumerate(self._nodes)}
+        self._before = [items_of(node) for node in self._nodes]
         dicts = [node for node in self._nodes if isinstance(node, dict)]
         named = [node for node in self._nodes if hasattr(node, "__dict__")]
         sequences = [node for node in self._nodes if isinstance(node, _SEQUENCES)]
         slots = [
             (node, name)
             for node in self._nodes
-            for name in _slots(type(node)).keys() & _items(node).keys()
+            for name in _slots(type(node)).keys() & items_of(node).keys()
         ]
         # In one go over all: a cache of Transformers has an object for each layer, and each layer
         # is given it.
@@ -150,7 +147,7 @@ class Contents:
         return [
             node
             for node, before in zip(self._nodes, self._before, strict=True)
-            if not _same_items(before, _items(node))
+            if not _same_items(before, items_of(node))
         ]
 
     def way_to(self, place: int) -> list[Any]:
@@ -173,7 +170,7 @@ class Contents:
             for key, item in before.items()
             if isinstance(item, torch.Tensor | float) and not _is_in(written, item)
         }
-        found = enumerate(map(_items, self._nodes))
+        found = enumerate(map(items_of, self._nodes))
         return [
             (place, {key: self._told(item, former) for key, item in items.items()})
             for place, items in found
@@ -259,7 +256,8 @@ def _own(item: Any) -> Any:
     return copied(item) if _has_contents(item) or isinstance(item, tuple) else item
 
 
-def _items(obj: Any) -> dict[Any, Any]:
+def items_of(obj: Any) -> dict[Any, Any]:
+    """Returns what is in a container, by key or position, or the attributes of an object."""
     if not isinstance(obj, _CONTAINERS):
         return dict(own_attributes(obj))
     items = dict(dict.items(obj)) if isinstance(obj, dict) else dict(enumerate(obj))
@@ -272,6 +270,28 @@ def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
     return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
+def walked(obj: Any, but_for: Collection[int] = ()) -> tuple[list[Any], list[_Way]]:
+    """Returns the containers and objects in an object, each once, and how they are reached.
+
+    The order is the same for another object like it; so sets, which have none, are not gone into.
+    """
+    nodes: list[Any] = []
+    ways: list[_Way] = []
+    seen = set(but_for)
+    pending: list[tuple[Any, _Way]] = [(obj, None)]
+    while pending:
+        obj, way = pending.pop()
+        if isinstance(obj, tuple):
+            pending += [(item, (way, key)) for key, item in enumerate(obj)]
+        elif _has_contents(obj) and id(obj) not in seen:
+            seen.add(id(obj))
+            nodes.append(obj)
+            ways.append(way)
+            if not isinstance(obj, set):
+                pending += [(item, (way, key)) for key, item in items_of(obj).items()]
+    return nodes, ways
+
+
 def reached(obj: Any, way: Iterable[Any]) -> Any:
     """Returns what is in an object at the end of a way.
 
@@ -280,7 +300,7 @@ def reached(obj: Any, way: Iterable[Any]) -> Any:
     """
     for key in way:
         if isinstance(obj, dict | set) or isinstance(key, _Attribute):
-            obj = _items(obj)[key]
+            obj = items_of(obj)[key]
         elif isinstance(obj, tuple | list | collections.deque):
             obj = obj[key]
         else:

@@ -6,9 +6,7 @@ would in one process. What computes with one learns that its numbers are on anot
 
 from __future__ import annotations
 
-import collections
 import copy
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -24,10 +22,10 @@ from smdistributed.modelparallel.torch.state.contents import (
     Effects,
     Opaque,
     Reference,
-    has_attributes,
-    own_attributes,
+    items_of,
     refill,
     tensors_held,
+    walked,
 )
 from smdistributed.modelparallel.torch.tensors.nested import is_plain_value, same
 
@@ -171,7 +169,34 @@ def fits(outline: Any, obj: Any) -> bool:
     def is_number(want: Any, got: Any) -> bool:
         return want is float and isinstance(got, float)
 
-    return same(outline, outline_of(obj), is_number)
+    return _fits_at_once(outline, obj) or same(outline, outline_of(obj), is_number)
+
+
+def _fits_at_once(outline: Any, obj: Any) -> bool:
+    """Whether an object fits that has nothing in it but tensors, constants and the like.
+
+    This runs for each layer of a model that is given a cache, in each microbatch.
+    """
+    (kind, _), nodes = outline
+    if len(nodes) != 1 or type(obj) is not kind or isinstance(nodes[0], int):
+        return False
+    items = items_of(obj)
+    return len(items) == len(nodes[0]) and all(
+        key == name
+        and (
+            item is want
+            or (type(item) is torch.Tensor and want == _look(item))
+            or (type(item) in _PLAIN and type(item) is type(want) and item == want)
+        )
+        for (key, item), (name, want) in zip(items.items(), nodes[0], strict=True)
+    )
+
+
+_PLAIN = (int, str, torch.device)
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype
 
 
 def looks_of(effects: Effects) -> Any:
@@ -182,26 +207,25 @@ def looks_of(effects: Effects) -> Any:
     ]
 
 
-def outline_of(obj: Any, depth: int = 8) -> Any:
+def outline_of(obj: Any) -> Any:
     """Returns what is in an object, as plain data: of tensors, and numbers elsewhere, the looks."""
-    if isinstance(obj, torch.Tensor):
-        return tuple(obj.shape), obj.dtype
-    if isinstance(obj, NumberElsewhere):
-        return float
-    if is_plain_value(obj) or isinstance(obj, Reference) or not depth:
-        return obj
-    if isinstance(obj, type | torch.nn.Module) or callable(obj):
-        return type(obj)
-    items: Any = ()
-    if isinstance(obj, Mapping):
-        items = [(key, outline_of(item, depth - 1)) for key, item in obj.items()]
-    elif isinstance(obj, set | frozenset):
-        items = len(obj)
-    elif isinstance(obj, list | tuple | collections.deque):
-        items = [outline_of(item, depth - 1) for item in obj]
-    attributes = own_attributes(obj) if has_attributes(obj) else {}
-    return (
-        type(obj),
-        items,
-        [(name, outline_of(item, depth - 1)) for name, item in attributes.items()],
-    )
+    nodes, _ = walked(obj)
+    places = {id(node): place for place, node in enumerate(nodes)}
+
+    def looks(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return _look(item)
+        if isinstance(item, NumberElsewhere):
+            return float
+        if is_plain_value(item) or isinstance(item, Reference):
+            return item
+        if isinstance(item, tuple):
+            return tuple(map(looks, item))
+        return type(item), places.get(id(item))
+
+    def inside(node: Any) -> Any:
+        if isinstance(node, set):
+            return len(node)
+        return [(key, looks(item)) for key, item in items_of(node).items()]
+
+    return looks(obj), [inside(node) for node in nodes]
