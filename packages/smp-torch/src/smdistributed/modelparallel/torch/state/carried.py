@@ -116,7 +116,7 @@ class History:
         self.carried = carried
         self.deeds: list[Deed] = []
         self._contents = Contents(carried.stand_in())
-        self._grown = [carried.pristine]
+        self._grown: dict[int, Any] = {}
 
     def add(self, node: int, name: str, effects: Effects) -> None:
         """Adds what a module does.
@@ -134,10 +134,14 @@ class History:
         obj = self._contents.obj
         left = [(way, outline_of(reached(obj, way))) for way in changed]
         self.deeds.append(Deed(node, name, seen, left))
-        self._grown.append(copied(obj))
 
     def grown(self, count: int) -> Any:
         """Returns the object as it is after the first ones, for ranks that do none of them."""
+        if count not in self._grown:
+            contents = Contents(self.carried.stand_in())
+            for deed in self.deeds[:count]:
+                contents.apply(deed.effects)
+            self._grown[count] = contents.obj
         return self._grown[count]
 
 
