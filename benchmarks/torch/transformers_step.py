@@ -280,24 +280,23 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="tiny")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--microbatch-size", type=int, default=2)
-    parser.add_argument("--pipeline", default="zero_bubble")
+    parser.add_argument("--pipeline", help="the order; by default what a job has that names none")
     parser.add_argument("--replicas", type=int, default=1, help="pipelines")
-    parser.add_argument("--memory-weight", type=float, default=0.0, help="in what is balanced")
+    parser.add_argument("--memory-weight", type=float, help="in what is balanced, not the default")
     parser.add_argument("--trace", action="store_true", help="costs are measured on the device")
     parser.add_argument("--warmup", type=int, default=8)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="times by kind of kernel")
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
-    smp.init(
-        {
-            "pipeline_parallel_degree": ranks // options.replicas,
-            "ddp": options.replicas > 1,
-            "microbatches": options.microbatches,
-            "pipeline": options.pipeline,
-            "memory_weight": options.memory_weight,
-        }
-    )
+    config = {
+        "pipeline_parallel_degree": ranks // options.replicas,
+        "ddp": options.replicas > 1,
+        "microbatches": options.microbatches,
+        "pipeline": options.pipeline,
+        "memory_weight": options.memory_weight,
+    }
+    smp.init({name: value for name, value in config.items() if value is not None})
     bench = Bench(options)
     for name in options.runs:
         bench.run(name)

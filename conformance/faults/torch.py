@@ -333,8 +333,8 @@ MUTATIONS = (
     Mutation(
         "any number of microbatches is in flight",
         "torch/stepping/common_order.py",
-        "config.pipeline, config.active_microbatches",
-        "config.pipeline, 100",
+        "runtime.order, config.active_microbatches",
+        "runtime.order, 100",
         ("no_more_microbatches_are_in_flight_than_are_allowed",),
     ),
     Mutation(

@@ -177,7 +177,7 @@ def updated_in_one_pass() -> None:
         smaller.is_worth = lambda source: source.numel() >= 8  # type: ignore[attr-defined]
         with (
             mock.patch.object(master_update, "OnePassAdam", smaller),
-            mock.patch.object(one_pass_adam, "can_compile", return_value=True),
+            mock.patch.object(one_pass_adam, "has_kernel", return_value=True),
         ):
             optimizer = smp.DistributedOptimizer(fused(model.parameters()))
             for data in batches(6):

@@ -111,7 +111,7 @@ def test_copies_with_gaps_are_left() -> None:
 
 def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda")
-    monkeypatch.setattr(one_pass_adam, "can_compile", lambda: True)
+    monkeypatch.setattr(one_pass_adam, "has_kernel", lambda: True)
     for kind, given in itertools.product(KINDS, ({}, {"amsgrad": True}, {"maximize": True})):
         _, optimizer = made(kind, given)
         assert OnePassAdam.takes(optimizer, device) is (not given)
@@ -130,5 +130,5 @@ def test_what_it_leaves_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     _, optimizer = made(torch.optim.AdamW, {})
     assert OnePassAdam.takes(optimizer, device)
-    monkeypatch.setattr(one_pass_adam, "can_compile", lambda: False)
+    monkeypatch.setattr(one_pass_adam, "has_kernel", lambda: False)
     assert not OnePassAdam.takes(optimizer, device)

@@ -78,7 +78,8 @@ class Parameters(Settings):
             "until their rank would be idle; zero_bubble_v does so with a V-shaped partition, in "
             "which each rank has two pieces of the model; auto takes the one of these and "
             "interleaved that a simulation says is the fastest. The last three are extensions of "
-            "this library, for PyTorch.",
+            "this library, for PyTorch. Where nothing is set, steps of PyTorch that wait for their "
+            "GPUs and not for their hosts have the order of auto.",
             since="1.1",
             source=f"{_COMMON}; model-parallel-core-features.md, Pipeline Execution Schedule",
         ),

@@ -5,7 +5,7 @@ makes takes 80 to 145 us of a host to start, since each call looks at its argume
 slow at times too, for a reason that was not found: on an H200, 36 ms for 3.4 billion parameters in
 bf16, beside 15.
 
-To be imported only where Triton is (``fusion.can_compile``).
+To be imported only where Triton is (``one_pass_adam.has_kernel``).
 """
 
 from __future__ import annotations

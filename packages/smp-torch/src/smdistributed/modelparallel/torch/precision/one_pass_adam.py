@@ -9,13 +9,14 @@ itself is done here, computed in single precision.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from smdistributed.modelparallel.torch.compat.private.fusion import can_compile
+from smdistributed.modelparallel.torch.compat.private.fusion import works_here
 from smdistributed.modelparallel.torch.compat.private.optimizers import (
     FUSED_ADAM,
     FUSED_ADAMW,
@@ -78,7 +79,7 @@ class OnePassAdam(TorchFunctionMode):
             and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
             and all(_is_plain(group) for group in optimizer.param_groups)
             and not has_step_hooks(optimizer)
-            and can_compile()
+            and has_kernel()
         )
 
     @staticmethod
@@ -149,6 +150,18 @@ class OnePassAdam(TorchFunctionMode):
                 self.copied.add(id(parameter))
                 if isinstance(parameter, SplitMaster):
                     split(parameter)
+
+
+@functools.cache
+def has_kernel() -> bool:
+    """Whether the kernel runs on the GPU of this process; says in the log why not."""
+    return works_here(_update_one, "Adam runs as PyTorch's kernel, since one in Triton does not")
+
+
+def _update_one() -> None:
+    parameter, gradient, mean, square = torch.zeros(4, 16, device="cuda")
+    numbers = torch.ones(_NUMBERS, device="cuda")
+    _adam(parameter, gradient, mean, square, numbers, None, None, 0.9, 0.999, 1e-8, 0.0)
 
 
 def _is_plain(group: Mapping[str, Any]) -> bool:

@@ -110,7 +110,7 @@ def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
     reasons |= dict.fromkeys(buffers_in_turn(plans))
     if not reasons:
         schedule, makespan, in_seconds = common_schedule(
-            plans, num_ranks, config.pipeline, config.active_microbatches
+            plans, num_ranks, runtime.order, config.active_microbatches
         )
         if in_seconds:
             say_prediction(runtime, len(plans), makespan)

@@ -105,7 +105,7 @@ class PassTimes:
         config, num_ranks = self._runtime.config, self._runtime.topology.pp_size
         now = seconds_of(prepared.plans, num_ranks, prepared.schedule)
         better = common_schedule(
-            prepared.plans, num_ranks, config.pipeline, config.active_microbatches
+            prepared.plans, num_ranks, self._runtime.order, config.active_microbatches
         )
         if better.makespan < WORTH * now:
             self._preparation.again()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import PartitionError
@@ -17,6 +18,7 @@ from smdistributed.modelparallel.torch.model.overlaps import overlaps_in
 from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.planning.placement import Placement, called_in, decide
 from smdistributed.modelparallel.torch.planning.shapes import v_gains
+from smdistributed.modelparallel.torch.planning.usual_order import usual_order
 from smdistributed.modelparallel.torch.record.costs.meter import Profile
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
@@ -84,7 +86,14 @@ def _place(
         pinned.setdefault(model.get_module(), config.default_partition)
     pinned = holder.fixed_partition or pinned
     num_partitions = runtime.topology.pp_size
-    wants_v = config.pipeline in ("zero_bubble_v", "auto")
+    outermost = called_in(model.get_module(), profile)
+    whole = sum((costs.of(each.work) for each in outermost), PassCosts())
+    if runtime.has_open_order:
+        counted = sum((ComputeCosts().of(each.work) for each in outermost), PassCosts())
+        kernels = sum(each.work.kernels for each in outermost)
+        name = torch.cuda.get_device_name(runtime.device)
+        runtime.order = usual_order(counted, kernels, num_partitions, name)
+    wants_v = runtime.order in ("zero_bubble_v", "auto")
 
     def decided(*, v_shaped: bool) -> Placement:
         return decide(
@@ -103,11 +112,12 @@ def _place(
         if wants_v:
             _say(runtime, "no V-shaped partition is sought: a checkpoint or the user fixed it")
     else:
-        outermost = called_in(model.get_module(), profile)
-        whole = sum((costs.of(each.work) for each in outermost), PassCosts())
         placement = _in_v(runtime, whole, decided)
-    # One decision for the whole job: code that goes through a set has no order of its own.
-    assignment = runtime.communicator.from_first(placement.assignment, CommGroup.WORLD)
+    # One decision for the whole job: code that goes through a set has no order of its own, and
+    # hosts may have unlike devices.
+    decided_first = placement.assignment, runtime.order
+    assignment, runtime.order = runtime.communicator.from_first(decided_first, CommGroup.WORLD)
+    runtime.has_open_order = False
     placement = Placement(holder.fakes, assignment)
     for one, other in overlaps_in(model.get_module()):
         places = [placement.partition_of_name(name) for name in (one, other)]
@@ -139,7 +149,7 @@ def _in_v(
     except PartitionError as error:  # the model has too few parts
         _say(runtime, f"no V-shaped partition: {error}")
         return decided(v_shaped=False)
-    if config.pipeline == "zero_bubble_v":
+    if runtime.order == "zero_bubble_v":
         return v_shaped
     flat = decided(v_shaped=False)
     if v_gains(

@@ -75,6 +75,24 @@ def _probe(tensor: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def can_compile() -> bool:
     """Whether the compiler makes kernels for the GPU of this process; says in the log why not."""
+    return works_here(
+        # Without a backward pass: autograd's thread of the GPU may be the one that waits for this.
+        lambda: _compiled(_probe)(torch.zeros(16, device="cuda")),
+        "elementwise operations between exchanges run one by one, since PyTorch's compiler does "
+        "not work here",
+    )
+
+
+def works_here(probe: Callable[[], object], otherwise: str) -> bool:
+    """Tells whether something that needs Triton works on the GPU of this process.
+
+    The compiler takes seconds to import, and Triton by itself does not: who has kernels of its own
+    asks for these.
+
+    Args:
+        probe: tries it, on the current device.
+        otherwise: what is done in its place, and why, for the log.
+    """
     try:
         from torch.utils._triton import has_triton
 
@@ -82,20 +100,14 @@ def can_compile() -> bool:
             raise RuntimeError("Triton is not there")
         # In a thread of its own, where nobody watches what is computed and kept.
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(_try, torch.cuda.current_device()).result()
+            thread.submit(_try, probe, torch.cuda.current_device()).result()
     except Exception as error:  # whatever a compiler raises
         reason = str(error).partition("\n")[0]
-        logger.warning(
-            "elementwise operations between exchanges run one by one, since PyTorch's compiler "
-            "does not work here: %s: %s",
-            type(error).__name__,
-            reason,
-        )
+        logger.warning("%s: %s: %s", otherwise, type(error).__name__, reason)
         return False
     return True
 
 
-def _try(device: int) -> None:
-    # Without a backward pass: autograd's thread of the GPU may be the one that waits for this.
+def _try(probe: Callable[[], object], device: int) -> None:
     with torch.cuda.device(device):
-        _compiled(_probe)(torch.zeros(16, device="cuda"))
+        probe()
