@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +49,8 @@ class Layer(nn.Linear):
         y = torch.tanh(super().forward(x))
         if self.later is not None:
             y = self.later(log, y)
+        if isinstance(log, Shelf):
+            log.log.count += 1
         if isinstance(log, Log):
             log.last = y.detach()
             log.all.append(log.last)
@@ -148,6 +151,134 @@ def test_what_others_count_on_has_to_be_left(later: str) -> None:
     module.layers[2].later = LEFT[later]
     with pytest.raises(UnsupportedError, match=r"layers\.2 leaves something else in an object"):
         run(plan, x)
+
+
+class Shelf:
+    """Has containers in containers, and tensors that its layers leave alone when recorded."""
+
+    def __init__(self) -> None:
+        self.first: Any = [1, 2]
+        self.second: Any = [3]
+        self.drawers: Any = {"x": [1], "y": {"z": [2, 3]}}
+        self.log = Log()
+        self.total = torch.zeros(WIDTH)
+        self.other = torch.ones(WIDTH)
+
+
+def _shown(shelf: Any) -> float:
+    """Returns a number for what is in a shelf, its tensors included."""
+    pending, found = [shelf], 0.0
+    while pending:
+        item = pending.pop()
+        found *= 1.25
+        if isinstance(item, Shelf | Log):
+            pending += vars(item).values()
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, list | tuple):
+            found += len(item)
+            pending += item
+        elif isinstance(item, torch.Tensor):
+            found += item.sum().item()
+        elif item is not None:
+            found += item
+    return found
+
+
+def _run_by(text: str) -> Later:
+    def later(shelf: Any, y: torch.Tensor) -> torch.Tensor:
+        exec(text, {"shelf": shelf, "y": y.detach(), "torch": torch})
+        return y
+
+    return later
+
+
+#: What a layer does to a shelf.
+CHANGES = (
+    *("shelf.first.append(4)", "shelf.drawers['y']['z'].append(4)", "shelf.log.count += 1"),
+    *("shelf.log.new = 3", "del shelf.second", "shelf.second = None", "shelf.drawers['x'].clear()"),
+    *("shelf.first, shelf.second = shelf.second, shelf.first", "shelf.second = shelf.first"),
+    *("shelf.drawers['x'], shelf.drawers['y'] = shelf.drawers['y'], shelf.drawers['x']",),
+    *("shelf.first = (shelf.second, shelf.second)", "shelf.second = [shelf.first, shelf.first]"),
+    *("shelf.first = shelf.drawers.pop('y')", "shelf.first, shelf.second = 5, shelf.first"),
+    *("shelf.total = shelf.total + 1", "shelf.total.add_(1)", "shelf.total = y.sum(0)"),
+    *("shelf.total, shelf.other = shelf.other, shelf.total", "shelf.log.total = shelf.other"),
+    *("shelf.log = type(shelf.log)()", "shelf.drawers = dict(shelf.drawers)"),
+)
+PLACES = ((0, 1, 1, 0), (1, 0, 1, 0))
+
+
+def outcome(module: Layers, plan: Plan, x: torch.Tensor) -> str:
+    want = module(x)
+    try:
+        return "exact" if torch.equal(run(plan, x), want) else "wrong"
+    except UnsupportedError:
+        return "refused"
+
+
+def _reads(shelf: Any, y: torch.Tensor) -> torch.Tensor:
+    return y * _shown(shelf)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_later_is_found_or_refused(change: str, places: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    module, x = Layers(Shelf), torch.randn(3, WIDTH)
+    plan = Recorded(module, {f"layers.{n}": p for n, p in enumerate(places)}).plan(module, x)
+    assert outcome(module, plan, x) == "exact"
+    module.layers[3].later = _reads
+    outcomes = [outcome(module, plan, x)]
+    for number in range(3):
+        module.layers[number].later = _run_by(change)
+        outcomes.append(outcome(module, plan, x))
+        module.layers[number].later = None
+    assert "wrong" not in outcomes
+    #: What the rank of the reader changes itself is no matter of others, after these.
+    assert outcomes[0] == "exact"
+    assert "refused" in outcomes[1:]
+
+
+@pytest.mark.parametrize("changes", [*itertools.pairwise(CHANGES[:14] + CHANGES[4:7])])
+def test_what_two_change_is_done_to_all_copies(changes: tuple[str, str]) -> None:
+    """Also where the first one gives what the second one changes another place."""
+    exact = 0
+    for places, order in itertools.product(PLACES, (changes, changes[::-1])):
+        torch.manual_seed(0)
+        module, x = Layers(Shelf), torch.randn(3, WIDTH)
+        for layer, change in zip(module.layers, order, strict=False):
+            layer.later = _run_by(change)
+        module.layers[3].later = lambda shelf, y: y * len(repr(list(_plain(shelf))))
+        try:
+            module(x)
+        except (AttributeError, KeyError):
+            continue  # the one takes away what the other needs
+        step = Recorded(module, {f"layers.{n}": p for n, p in enumerate(places)})
+        try:
+            plan = step.plan(module, x)
+        except UnsupportedError:
+            continue
+        found = outcome(module, plan, x)
+        assert found != "wrong"
+        exact += found == "exact"
+    assert exact
+
+
+def _plain(item: Any) -> Iterator[Any]:
+    """Yields what is no tensor in a shelf."""
+    if isinstance(item, Shelf | Log):
+        item = vars(item)
+    if isinstance(item, dict):
+        for key, each in item.items():
+            yield key
+            yield from _plain(each)
+    elif isinstance(item, list | tuple):
+        yield "("
+        for each in item:
+            yield from _plain(each)
+        yield ")"
+    elif not isinstance(item, torch.Tensor):
+        yield item
 
 
 def test_a_tensor_in_an_object_is_not_written_to_for_others() -> None:

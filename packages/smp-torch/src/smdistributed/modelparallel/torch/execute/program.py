@@ -243,7 +243,7 @@ class Program:
                 lines += self._straight(nodes, later)
             else:
                 lines += self._with_runs(nodes, later, self._compiled)
-        return lines
+        return lines + self._settled(segment)
 
     def _with_runs(
         self, nodes: Sequence[Node], later: set[Value], compiled: CompiledRuns
@@ -382,8 +382,10 @@ class Program:
         lines = [f"{seeded}{results} = {target}({', '.join(arguments)})"]
         for each in _objects_given(node):
             history = self._constant(self._plan.histories[each])
-            lines.insert(0, f"o{each.index} = carried.of({history}, {node.index})")
-            if self._tells_others(node, each):
+            is_told = self._is_told(node, each)
+            given = f"{history}, {node.index}, is_told={is_told}"
+            lines.insert(0, f"o{each.index} = carried.of({given})")
+            if is_told and any(carried is each for carried, _ in node.effects):
                 lines.append(f"carried.check({history}, {node.index})")
         if node.kind is NodeKind.LEAF and node in self._plan.comes_again:
             lines.insert(0, f"remember({node.index})")
@@ -411,12 +413,25 @@ class Program:
         """Returns whether calls of any module change parameters or buffers."""
         return any(name in self._stateful.get(module, ()) for module, name in slots)
 
-    def _tells_others(self, node: Node, carried: Carried) -> bool:
-        """Whether a node does something to an object that other ranks are given later."""
-        return any(each is carried for each, _ in node.effects) and any(
+    def _is_told(self, node: Node, carried: Carried) -> bool:
+        """Whether other ranks are given an object later than a node."""
+        return any(
             each.rank != node.rank and carried in _objects_given(each)
             for each in self._plan.graph.nodes[node.index + 1 :]
         )
+
+    def _settled(self, segment: SegmentNodes) -> list[str]:
+        """Returns what compares the objects of which others are told, after all modules."""
+        given: dict[Carried, list[Node]] = {}
+        for node in segment.nodes:
+            for each in _objects_given(node):
+                given.setdefault(each, []).append(node)
+        told = [each for each, nodes in given.items() if self._is_told(nodes[-1], each)]
+        if not told:
+            return []
+        histories = self._constant(tuple(self._plan.histories[each] for each in told))
+        names = dict.fromkeys(node.name for each in told for node in given[each])
+        return [f"    carried.settle({histories}, {', '.join(names)!r})"]
 
     def _known_changes(self, node: Node) -> known_changes:
         is_last = node.target not in self._called_again and not any(

@@ -11,7 +11,7 @@ do the same, it depends on what another rank's modules left in the object, and t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,17 @@ from smdistributed.modelparallel.torch.compat.private.modes import unseen
 from smdistributed.modelparallel.torch.state.contents import (
     Contents,
     Effects,
+    Reference,
     copied,
+    items_of,
     reached,
+    same_items,
     state_of,
     tensors_held,
+    walked,
 )
 from smdistributed.modelparallel.torch.state.elsewhere import as_elsewhere, fits, outline_of
+from smdistributed.modelparallel.torch.tensors.writes import writes_of
 
 
 class Carried:
@@ -89,6 +94,20 @@ class Carried:
         return copy.deepcopy(self.pristine if grown is None else grown, constants)
 
 
+class Left(NamedTuple):
+    """What a module has left in a container or object that it changes.
+
+    Attributes:
+        way: to it.
+        outline: of what is in it.
+        kept: the keys of tensors in it that were there before.
+    """
+
+    way: list[Any]
+    outline: Any
+    kept: frozenset[Any]
+
+
 class Deed(NamedTuple):
     """What a module does to an object.
 
@@ -96,13 +115,13 @@ class Deed(NamedTuple):
         node: the number of its call.
         name: of the module.
         effects: what it does, as ranks see it that do not run it.
-        left: the ways to what it changes, and the outline of each afterwards.
+        left: what it leaves.
     """
 
     node: int
     name: str
     effects: Effects
-    left: list[tuple[list[Any], Any]]
+    left: list[Left]
 
 
 class History:
@@ -128,11 +147,15 @@ class History:
         """
         kind = type(self.carried.pristine).__qualname__
         where = f"{name} has left in an object of class {kind}, on another partition"
-        seen = as_elsewhere(effects, self._contents, where)
-        changed = [self._contents.way_to(place) for place, _ in effects]
-        self._contents.apply(seen)
-        obj = self._contents.obj
-        left = [(way, outline_of(reached(obj, way))) for way in changed]
+        contents = self._contents
+        seen = as_elsewhere(effects, contents, where)
+        changed = [(contents.at(place), _kept(contents, place, items)) for place, items in effects]
+        contents.apply(seen)
+        left = [
+            Left(way, outline_of(one), kept)
+            for one, kept in changed
+            if (way := contents.way_to(one)) is not None
+        ]
         self.deeds.append(Deed(node, name, seen, left))
 
     def grown(self, count: int) -> Any:
@@ -145,29 +168,42 @@ class History:
         return self._grown[count]
 
 
+def _kept(contents: Contents, place: int, items: dict[Any, Any]) -> frozenset[Any]:
+    return frozenset(
+        key
+        for key, item in items.items()
+        if isinstance(item, Reference)
+        and item.is_what_was_at(place, key)
+        and isinstance(contents.meant(item), torch.Tensor)
+    )
+
+
 class CarriedObjects:
     """The copies of one rank for one microbatch."""
 
     def __init__(self) -> None:
         self._copies: dict[Carried, Any] = {}
         self._num_done: dict[Carried, int] = {}
+        self._watches: dict[Carried, Watch] = {}
 
     def clear(self) -> None:
         """Lets go of the copies: no module of this rank sees them again."""
         self._copies.clear()
         self._num_done.clear()
+        self._watches.clear()
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields the tensors in the copies."""
         for each in self._copies.values():
             yield from tensors_held(each)
 
-    def of(self, history: History, node: int) -> Any:
+    def of(self, history: History, node: int, *, is_told: bool) -> Any:
         """Returns the copy that the rank's modules share, as one of them finds it.
 
         Args:
             history: of the object.
             node: the number of the module's call.
+            is_told: modules of other ranks are given the object later.
         """
         carried, deeds = history.carried, history.deeds
         first = self._num_done.get(carried, 0)
@@ -183,6 +219,9 @@ class CarriedObjects:
         # What the module itself does is done by its call.
         is_own = end < len(deeds) and deeds[end].node == node
         self._num_done[carried] = end + is_own
+        if is_told and carried not in self._watches:
+            with unseen():
+                self._watches[carried] = Watch(self._copies[carried])
         return self._copies[carried]
 
     def check(self, history: History, node: int) -> None:
@@ -192,20 +231,81 @@ class CarriedObjects:
             UnsupportedError: it is something else than when its microbatch was recorded.
         """
         deed = next(each for each in history.deeds if each.node == node)
-        obj = self._copies[history.carried]
         with unseen():
-            is_left = all(_is_left(obj, way, outline) for way, outline in deed.left)
-        if not is_left:
-            raise UnsupportedError(
-                f"{deed.name} leaves something else in an object of class {type(obj).__qualname__} "
-                "than when its call was recorded, and modules of another partition are given the "
-                "object, too: they would not find it. Let it leave the same things in each call "
-                "with such arguments, or put the modules that share it on one partition."
-            )
+            if not self._watches[history.carried].takes(deed):
+                raise _other_things(f"{deed.name} leaves", history)
+
+    def settle(self, histories: Sequence[History], names: str) -> None:
+        """Makes sure that modules have left nothing in objects beside what others know of.
+
+        Args:
+            histories: of objects that modules of other ranks are given later.
+            names: of the modules that were given them.
+
+        Raises:
+            UnsupportedError: they have.
+        """
+        for history in histories:
+            watch = self._watches.pop(history.carried)
+            with unseen():
+                if not watch.is_all_told():
+                    raise _other_things(f"a module ({names}) leaves", history)
 
 
-def _is_left(obj: Any, way: list[Any], outline: Any) -> bool:
-    try:
-        return fits(outline, reached(obj, way))
-    except LookupError:
-        return False
+class Watch:
+    """What the modules of a segment do to a copy of an object.
+
+    Args:
+        obj: the copy, before the first of them.
+    """
+
+    def __init__(self, obj: Any) -> None:
+        self._obj = obj
+        nodes, _ = walked(obj)
+        #: By identity: containers and objects, and what was in each before the module that runs.
+        self._before = {id(node): (node, items_of(node)) for node in nodes}
+        #: Tensors that nothing has been told of, with what they are after a write.
+        self._written = [
+            (node, key, item, writes_of(item))
+            for node, items in self._before.values()
+            for key, item in items.items()
+            if type(item) is torch.Tensor
+        ]
+        #: By identity of what the modules have changed, the keys of what they have kept in it.
+        self._told: dict[int, frozenset[Any]] = {}
+
+    def takes(self, deed: Deed) -> bool:
+        """Takes note of what a module has done; returns whether it did what was recorded."""
+        return all(map(self._takes, deed.left))
+
+    def _takes(self, left: Left) -> bool:
+        try:
+            node = reached(self._obj, left.way)
+        except LookupError:
+            return False
+        _, before = self._before.get(id(node), (None, {}))
+        now = items_of(node)
+        kept = left.kept if id(node) in self._before else frozenset()
+        self._before[id(node)] = node, now
+        self._told[id(node)] = kept & self._told.get(id(node), kept)
+        return fits(left.outline, node) and all(now.get(key) is before.get(key) for key in kept)
+
+    def is_all_told(self) -> bool:
+        """Whether nothing is changed but what modules are known to change."""
+        return all(
+            id(node) in self._told or same_items(before, items_of(node))
+            for node, before in self._before.values()
+        ) and all(
+            writes_of(tensor) == writes
+            or (id(node) in self._told and key not in self._told[id(node)])
+            for node, key, tensor, writes in self._written
+        )
+
+
+def _other_things(who: str, history: History) -> UnsupportedError:
+    return UnsupportedError(
+        f"{who} something else in an object of class {type(history.carried.pristine).__qualname__} "
+        "than when the call was recorded, and modules of another partition are given the object, "
+        "too: they would not find it. Let it leave the same things in each call with such "
+        "arguments, or put the modules that share it on one partition."
+    )

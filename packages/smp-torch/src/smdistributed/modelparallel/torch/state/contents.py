@@ -10,7 +10,7 @@ import copy
 import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.state.identities import Identities
 from smdistributed.modelparallel.torch.tensors.nested import is_plain_value
 
+_Held = TypeVar("_Held")
 _WITHOUT_TENSORS = (type, torch.nn.Module, str, bytes, range, int, float, type(None))
 #: How far objects in objects are looked into; one that was come to before is not, again.
 _DEPTH = 8
@@ -55,11 +56,16 @@ def copied(obj: Any) -> Any:
 
 def tensors_held(obj: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors in the attributes of an object, and in containers and objects in them."""
+    return _held(obj, torch.Tensor)
+
+
+def _held(obj: Any, kind: type[_Held]) -> Iterator[_Held]:
+    """Yields what is of a class in an object, and in containers and objects in it."""
     seen: dict[int, Any] = {}
     pending = [obj]
     while pending:
         obj = pending.pop()
-        if isinstance(obj, torch.Tensor):
+        if isinstance(obj, kind):
             yield obj
         elif id(obj) not in seen and not isinstance(obj, _WITHOUT_TENSORS):
             seen[id(obj)] = obj
@@ -87,6 +93,8 @@ _CONTAINERS = (dict, *_SEQUENCES)
 
 class Opaque:
     """What nobody looks into: it stands for what has no contents."""
+
+    __slots__ = ()
 
 
 _WITHOUT_CONTENTS = (Opaque, torch.Tensor, bool, int, float, str, type(None), torch.nn.Module, type)
@@ -147,12 +155,18 @@ class Contents:
         return [
             node
             for node, before in zip(self._nodes, self._before, strict=True)
-            if not _same_items(before, items_of(node))
+            if not same_items(before, items_of(node))
         ]
 
-    def way_to(self, place: int) -> list[Any]:
-        """Returns the keys by which the one at a place in the order is reached; see ``reached``."""
-        keys, way = [], self._ways[place]
+    def at(self, place: int) -> Any:
+        """Returns the one at a place in the order."""
+        return self._nodes[place]
+
+    def way_to(self, node: Any) -> list[Any] | None:
+        """Returns the keys by which one is reached; see ``reached``. None: it is not in them."""
+        if id(node) not in self._places:
+            return None
+        keys, way = [], self._ways[self._places[id(node)]]
         while way is not None:
             way, key = way
             keys.append(key)
@@ -174,28 +188,26 @@ class Contents:
         return [
             (place, {key: self._told(item, former) for key, item in items.items()})
             for place, items in found
-            if not _same_items(self._before[place], items)
+            if not same_items(self._before[place], items)
             or any(_is_in(written, each) for each in items.values())
         ]
 
     def apply(self, effects: Effects) -> None:
         """Does to these what was done to others like them."""
-        nodes, is_new = self._nodes, False
+        nodes, is_moved = self._nodes, False
         everything = [
             (place, {key: self.meant(item) for key, item in items.items()})
             for place, items in effects
         ]
         for place, found in everything:
+            before = self._before[place]
             refill(nodes[place], found)
-            is_new = is_new or place not in self._numbers
-            if not is_new:
+            is_moved = is_moved or place not in self._numbers or _inner(before) != _inner(found)
+            if not is_moved:
                 self._before[place] = found
                 self._identities.note(self._numbers[place])
-                is_new = any(
-                    id(each) not in self._places and _has_contents(each) for each in found.values()
-                )
-        if is_new:
-            self._look()
+        if is_moved:
+            self._look()  # they have another order now, as they have in all others like these
 
     def nodes(self) -> Iterator[tuple[Any, dict[Any, Any]]]:
         """Yields the containers and objects, and what was in each when they were looked at."""
@@ -204,17 +216,34 @@ class Contents:
     def _told(self, item: Any, former: Mapping[int, _Former]) -> Any:
         if id(item) in self._places:
             return _Place(self._places[id(item)])
-        return former[id(item)] if id(item) in former else _own(item)
+        if id(item) in former:
+            return former[id(item)]
+        if not _has_contents(item) and not isinstance(item, tuple):
+            return item
+        known: dict[int, Any] = {id(each): each for each in tensors_held(item)} | dict(former)
+        return copy.deepcopy(item, known | {key: _Place(n) for key, n in self._places.items()})
 
     def meant(self, item: Any) -> Any:
         """Returns what an item of effects stands for in these."""
         if isinstance(item, _Place):
             return self._nodes[item.place]
-        return self._before[item.place][item.key] if isinstance(item, _Former) else _own(item)
+        if isinstance(item, _Former):
+            return self._before[item.place][item.key]
+        if not _has_contents(item) and not isinstance(item, tuple):
+            return item
+        known: dict[int, Any] = {id(each): each for each in tensors_held(item)}
+        known |= {id(each): self.meant(each) for each in _held(item, Reference)}
+        return copy.deepcopy(item, known)
 
 
-class Reference:
+class Reference(Opaque):
     """Stands in effects for what was there already."""
+
+    __slots__ = ()
+
+    def is_what_was_at(self, place: int, key: Any) -> bool:
+        """Whether it stands for the tensor or number that was in the one at a place."""
+        return self == _Former(place, key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +281,16 @@ def _is_in(memory: Collection[int], item: Any) -> bool:
     return storage_of(item) in memory
 
 
-def _own(item: Any) -> Any:
-    return copied(item) if _has_contents(item) or isinstance(item, tuple) else item
+def _inner(items: Mapping[Any, Any]) -> list[int]:
+    """Returns the containers and objects among items, those in tuples too, by identity."""
+    pending, found = [*items.values()], []
+    while pending:
+        item = pending.pop()
+        if isinstance(item, tuple):
+            pending += item
+        elif _has_contents(item):
+            found.append(id(item))
+    return found
 
 
 def items_of(obj: Any) -> dict[Any, Any]:
@@ -266,7 +303,8 @@ def items_of(obj: Any) -> dict[Any, Any]:
     return items
 
 
-def _same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+def same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two have the very same items, in one order."""
     return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
