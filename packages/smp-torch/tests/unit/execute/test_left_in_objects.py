@@ -64,11 +64,14 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in BACK_AND_FORTH)
         self.make = make
+        self.between: Later | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         log = self.make()
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
             x = layer(x, log)
+            if self.between is not None and number % 2 == 0:
+                self.between(log, x)
         return x
 
 
@@ -262,6 +265,29 @@ def test_what_two_change_is_done_to_all_copies(changes: tuple[str, str]) -> None
         assert found != "wrong"
         exact += found == "exact"
     assert exact
+
+
+@pytest.mark.parametrize("reads", [_reads, None])
+@pytest.mark.parametrize("change", [*CHANGES, "shelf.last = y"])
+def test_what_code_between_modules_changes_is_found_or_refused(
+    change: str, reads: Later | None
+) -> None:
+    torch.manual_seed(0)
+    module, x = Layers(Shelf), torch.randn(3, WIDTH)
+    module.between = _run_by(change)
+    module.layers[3].later = reads
+    try:
+        module(x)
+    except (AttributeError, KeyError):
+        return  # what the first has taken away
+    step = Recorded(module, {f"layers.{n}": p for n, p in enumerate(BACK_AND_FORTH)})
+    plan, told = None, ""
+    try:
+        plan = step.plan(module, x)
+    except UnsupportedError as error:
+        told = str(error)
+    assert plan is not None or "code between modules has changed" in told
+    assert plan is None or outcome(module, plan, x) == "exact"
 
 
 def _plain(item: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.leaves.repetition import Repetition
 from smdistributed.modelparallel.torch.record.leaves.runs import LeafRun, depends_on_others
 from smdistributed.modelparallel.torch.record.leaves.spans import Span
@@ -40,6 +41,16 @@ class HeldObjects:
             span: the leaf.
             inside: what it called when it was met.
         """
+        entry = span.entry
+        try:
+            self._check(span, inside)
+        except UnsupportedError:
+            assert self._now.values is not None
+            for carried, _ in entry.held:  # which says more
+                self._now.values.copies.check_left(entry, carried)
+            raise
+
+    def _check(self, span: Span, inside: Sequence[Entry]) -> None:
         now, entry = self._now, span.entry
         assert now.values is not None
         # The run that made the span has calls of its own.

@@ -147,6 +147,7 @@ class Values:
             return
         if self._state.is_glue:
             self._check_borrowed(entry)
+            self.copies.look_at(entry)
         settings = entry.settings
         assert settings is not None
         if self._state.is_glue:
