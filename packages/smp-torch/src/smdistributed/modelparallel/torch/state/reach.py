@@ -36,6 +36,8 @@ from smdistributed.modelparallel.torch.tensors.nested import is_plain_value
 from smdistributed.modelparallel.torch.tensors.spec import attributes_shown
 
 _ATOMS = (torch.dtype, logging.Handler)
+#: Constants of classes whose instances have no attributes.
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), type(...), range})
 #: What is looked into by its items; one of a class of its own may have attributes besides.
 _CONTAINERS = (dict, list, set, tuple, frozenset, collections.deque, functools.partial)
 #: What shows another object and has nothing itself.
@@ -80,7 +82,7 @@ class Reach:
         self.holders: list[Holder] = []
         self._seen = set(map(id, apart_from))
         self._classes: set[type] = set()
-        self._namespaces: set[tuple[int, tuple[str, ...]]] = set()
+        self._namespaces: set[tuple[int, frozenset[str]]] = set()
         #: Those of all code, what it makes names of up, and the namespaces of which it does.
         self._names: set[str] = set()
         self._made_up = MadeUp()
@@ -122,6 +124,9 @@ class Reach:
     def _walk(self) -> None:
         while self._pending:
             obj, owner, path = self._pending.popleft()
+            # Most of what is met: this runs for each call of a module that is recorded.
+            if type(obj) in _PLAIN or id(obj) in self._seen:
+                continue
             if isinstance(obj, enum.Enum):
                 obj = vars(obj)
             elif type(obj) in weakref.ProxyTypes:
@@ -135,7 +140,7 @@ class Reach:
             has_attributes = isinstance(getattr(obj, "__dict__", None), dict)
             if isinstance(obj, _ATOMS) or (is_plain_value(obj) and not has_attributes):
                 continue
-            if id(obj) in self._seen:
+            if id(obj) in self._seen:  # what stood before another
                 continue
             is_shown = isinstance(obj, nn.Module | torch.optim.Optimizer)
             if holders.is_of_library(obj) and not is_shown:
@@ -323,7 +328,7 @@ class Reach:
         self._hold(holders.FUNCTION, function, None, path)
         for value in (function.__defaults__, function.__kwdefaults__, vars(function)):
             self._pending.append((value, None, path))
-        names = frozenset(names_in(function.__code__))
+        names = _names_of(function.__code__)
         self._names |= names
         made_up = made_up_in(function.__code__)
         self._made_up |= made_up
@@ -340,12 +345,12 @@ class Reach:
 
     def _entries(self, namespace: dict[str, Any], names: frozenset[str], path: str) -> None:
         """Takes what code that names ``names`` can see of a namespace."""
-        named = tuple(sorted(names & namespace.keys()))
-        key = (id(namespace), named)
-        if not named or key in self._namespaces:
+        here = frozenset(filter(namespace.__contains__, names))
+        key = (id(namespace), here)
+        if not here or key in self._namespaces:
             return
         self._namespaces.add(key)
-
+        named = tuple(sorted(here))
         self._hold(holders.entries(named), namespace, None, f"a global of {path}")
         for name in named:
             value = namespace[name]
@@ -367,11 +372,11 @@ class Reach:
 
         A script may put something there, or replace a function.
         """
-        key = (id(vars(module)), tuple(sorted(names)))
+        space = vars(module)
+        key = (id(space), names)
         if key in self._namespaces:
             return
         self._namespaces.add(key)
-        space = vars(module)
         here = names & space.keys()
         if found := tuple(sorted(e for e in here if not isinstance(space[e], types.ModuleType))):
             self._hold(holders.entries(found), space, None, path)
@@ -402,6 +407,11 @@ def _older_generator() -> type:
 def _generator_of_numpy() -> Any:
     """Returns the generator behind the functions of ``numpy.random``, which has keys."""
     return sys.modules["numpy"].random.rand.__self__
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    return frozenset(names_in(code))
 
 
 def names_in(code: types.CodeType) -> Iterator[str]:
