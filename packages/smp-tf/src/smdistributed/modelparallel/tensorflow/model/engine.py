@@ -21,6 +21,7 @@ from smdistributed.modelparallel.tensorflow.execute.backward import (
 )
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
+from smdistributed.modelparallel.tensorflow.gradients.kept import bring_kept
 from smdistributed.modelparallel.tensorflow.gradients.meeting import on_all
 from smdistributed.modelparallel.tensorflow.model.agreement import agree
 from smdistributed.modelparallel.tensorflow.model.second_gradients import differentiated_again
@@ -256,6 +257,7 @@ class Engine:
         self._variables.settle(self.placement.homes, every, self._default_partition, metrics)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         self._note_owners([*every, *self._variables.made, *traced.foreign])
+        bring_kept(runtime, traced.captured, traced.foreign)
         if not self.is_partitioned:
             self.is_partitioned = True
             runtime.is_partitioned = True
