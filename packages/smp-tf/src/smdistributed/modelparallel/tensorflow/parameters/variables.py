@@ -235,7 +235,7 @@ class ModelVariables:
 
     def settle(
         self,
-        homes: Mapping[int, int],
+        homes: dict[int, int],
         variables: list[Any],
         default: int,
         metrics: Collection[int],
@@ -243,7 +243,8 @@ class ModelVariables:
         """Gives variables the partition where they live from now on, and their memory there.
 
         Args:
-            homes: partition by ``id`` of TensorFlow's variable, for those that are known.
+            homes: partition by ``id`` of TensorFlow's variable, for those that are known. Others
+                are added: what a later call does with them is done where they live.
             variables: all of the model.
             default: partition of those that nothing reads yet.
             metrics: ``id`` of each variable of a metric. Those that the call does not use are
@@ -258,7 +259,7 @@ class ModelVariables:
                 continue
             if key in metrics and key not in homes:
                 continue
-            partition = homes.get(key, default)
+            partition = homes.setdefault(key, default)
             is_here = partition == self._partition
             variable._smp_home = Home(partition, self._ranks[partition], is_here)
             variable._smp_path = paths.get(key, variable.name)
