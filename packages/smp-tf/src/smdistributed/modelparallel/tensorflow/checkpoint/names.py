@@ -106,6 +106,17 @@ class CheckpointNames:
                 for path, variable in self._others(name, child):
                     yield path, keras.variable_of(variable)
 
+    def without_models(self) -> Iterator[tuple[str, Any]]:
+        """Yields what of ``variables`` is of no model, nor about a variable of one."""
+        for name, child in self._children.items():
+            if name in self._models:
+                continue
+            if is_optimizer(child):
+                yield from self._counts(name, child)
+            else:
+                for path, variable in self._others(name, child):
+                    yield path, keras.variable_of(variable)
+
     def local(self) -> dict[str, Any]:
         """Returns those of ``trained`` that live in this process."""
         found = self.trained()
@@ -138,6 +149,12 @@ class CheckpointNames:
                     yield f"{name}/{slot}/{key}", keras.variable_of(own[place])
         of_slots = {id(each): each for own in slots.values() for each in own.values()}
         self._refuse_strangers(name, [of_slots[key] for key in of_slots.keys() - kept.keys()])
+        yield from self._counts(name, optimizer)
+
+    def _counts(self, name: str, optimizer: Any) -> Iterator[tuple[str, Any]]:
+        """Yields what an optimizer keeps of all variables together."""
+        slots = keras.optimizer_slots(optimizer)
+        of_slots = {id(each) for own in slots.values() for each in own.values()}
         for variable in keras.optimizer_variables(optimizer):
             if id(variable) not in of_slots:
                 yield (
