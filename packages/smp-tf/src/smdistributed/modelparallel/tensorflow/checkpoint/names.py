@@ -12,6 +12,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
 from smdistributed.modelparallel.tensorflow.checkpoint.numbered import renumbered
 from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel
 from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 
@@ -221,7 +222,9 @@ def build_optimizers(checkpoint: Any, names: Collection[str]) -> None:
             continue
         # An optimizer may keep nothing of each variable, and yet a scale of losses.
         known = {part[2] for part in parts if len(part) == 3} or trained.keys()
-        keras.build_optimizer(child, [trained[key] for key in trained if key in known])
+        own = [trained[key] for key in trained if key in known]
+        # A tf.function that saw it would be made once more, in the processes that have some.
+        apart(functools.partial(keras.build_optimizer, child, own))
 
 
 def _names_of(name: str, model: Any) -> dict[int, str]:
