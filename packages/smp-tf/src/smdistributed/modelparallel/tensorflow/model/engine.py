@@ -23,6 +23,7 @@ from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
 from smdistributed.modelparallel.tensorflow.gradients.kept import bring_kept
 from smdistributed.modelparallel.tensorflow.gradients.meeting import on_all
+from smdistributed.modelparallel.tensorflow.gradients.replicas import begin_alike
 from smdistributed.modelparallel.tensorflow.model.agreement import agree
 from smdistributed.modelparallel.tensorflow.model.second_gradients import differentiated_again
 from smdistributed.modelparallel.tensorflow.model.signature import (
@@ -254,7 +255,10 @@ class Engine:
             runtime.has_one_core,
         )
         metrics = {id(variable) for variable in keras.variables_of_metrics(self.model)}
-        self._variables.settle(self.placement.homes, every, self._default_partition, metrics)
+        begun = self._variables.settle(
+            self.placement.homes, every, self._default_partition, metrics
+        )
+        begin_alike(runtime, begun)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         self._note_owners([*every, *self._variables.made, *traced.foreign])
         bring_kept(runtime, traced.captured, traced.foreign)

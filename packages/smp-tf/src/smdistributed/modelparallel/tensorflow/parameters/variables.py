@@ -239,7 +239,7 @@ class ModelVariables:
         variables: list[Any],
         default: int,
         metrics: Collection[int],
-    ) -> None:
+    ) -> list[Any]:
         """Gives variables the partition where they live from now on, and their memory there.
 
         Args:
@@ -249,7 +249,11 @@ class ModelVariables:
             default: partition of those that nothing reads yet.
             metrics: ``id`` of each variable of a metric. Those that the call does not use are
                 every process's own: a training loop updates them with what all processes have.
+
+        Returns:
+            those that live in this process since now.
         """
+        begun = []
         every = {id(v): v for v in map(keras.variable_of, variables)}
         paths = {id(keras.variable_of(v)): keras.path_of(v) for v in variables}
         every |= {id(v): v for v, _ in self._initial_values.values()}
@@ -268,3 +272,6 @@ class ModelVariables:
                 variable.assign(tf.cast(initial.value(), variable.dtype))
             elif not is_here and initial is None:
                 free(variable)
+            if is_here:
+                begun.append(variable)
+        return begun
