@@ -244,6 +244,7 @@ class Engine:
         traced, every = self._traced(run, tensors, wanted, has_effects)
         count = len(traced.operations)
         progress.stage = f"the partitions of the {count} operations of {self.name}"
+        self._keep_homes([*every, *traced.foreign])
         plan = self._planned(tensors, traced)
         progress.stage = f"the passes of {self.name} in this process"
         is_alone = runtime.transport.size == 1
@@ -270,6 +271,19 @@ class Engine:
             for hook in hooks:
                 hook()  # which may want to be called for the next model as well
         return traced, local
+
+    def _keep_homes(self, variables: Sequence[Any]) -> None:
+        """Lets what reads variables be placed where they live, or where other models read them.
+
+        A model may read what is another one's, which is called later.
+        """
+        others = [engine.placement.homes for engine in list(self.runtime.engines)]
+        for variable in variables:
+            key, home = id(keras.variable_of(variable)), home_of(variable)
+            if home is not None and home.partition is not None:
+                self.placement.homes.setdefault(key, home.partition)
+            elif known := [homes[key] for homes in others if key in homes]:
+                self.placement.homes.setdefault(key, min(known))
 
     def run_on(self, asked: Signature, tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Calls the model on tensors, in a trace; returns its result and its losses."""
