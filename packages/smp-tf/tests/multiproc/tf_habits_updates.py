@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side
 from tf_calls import rows
@@ -169,6 +170,20 @@ def average_by_a_class(side: Side) -> Found:
     return ended(same, model)
 
 
+def average_of_tensorflow(side: Side) -> Found:
+    """``tf.train.ExponentialMovingAverage``, which asks variables whether they have a value."""
+    model, optimizer, same = two_halves(side), tf.keras.optimizers.SGD(0.1), []
+    compute, averages = computing(side, model), tf.train.ExponentialMovingAverage(0.5)
+    compute(rows())
+    variables = [each.value if IS_KERAS_3 else each for each in model.trainable_variables]
+    for number in range(3):
+        gradients, loss = compute(rows(number))
+        update(optimizer, means(gradients), model.trainable_variables)
+        averages.apply(variables)
+        same.append(loss.reduce_mean())
+    return ended([*same, *(averages.average(each) + 0.0 for each in variables)], model)
+
+
 def averaged_at_the_end(side: Side) -> Found:
     """SWA: running means of ``get_weights`` by NumPy, set at the end."""
     model, optimizer, same = two_halves(side), tf.keras.optimizers.SGD(0.3), []
@@ -241,6 +256,42 @@ def scaled_by_hand(side: Side) -> Found:
         else:
             scale.assign(scale / 2.0**8)
         same += [loss.reduce_mean(), scale + 0.0, finite]
+    return ended(same, model)
+
+
+def pruned(side: Side) -> Found:
+    """Weights below a quantile of all are zero, and stay so by masks."""
+    model, optimizer, same = two_halves(side), tf.keras.optimizers.SGD(0.1), []
+    compute = computing(side, model)
+    compute(rows())
+    sizes = [np.abs(each.numpy()).ravel() for each in model.trainable_variables]
+    least = np.quantile(np.concatenate(sizes), 0.3)
+    masks = [tf.cast(tf.abs(each) > least, tf.float32) for each in model.trainable_variables]
+    for number in range(3):
+        gradients, loss = compute(rows(number))
+        found = [each * mask for each, mask in zip(means(gradients), masks, strict=True)]
+        update(optimizer, found, model.trainable_variables)
+        for each, mask in zip(model.trainable_variables, masks, strict=True):
+            each.assign(each * mask)
+        same.append(loss.reduce_mean())
+    return ended([*same, sum(float(tf.reduce_sum(mask)) for mask in masks)], model)
+
+
+def optimizer_put_back(side: Side) -> Found:
+    """Weights and an optimizer's variables as arrays, a step, and all of them back."""
+    model, optimizer, same = two_halves(side), tf.keras.optimizers.Adam(0.05), []
+    compute, kept, weights = computing(side, model), [], []
+    for number in range(4):
+        gradients, loss = compute(rows(number))
+        update(optimizer, means(gradients), model.trainable_variables)
+        state = optimizer.variables if IS_KERAS_3 else optimizer.variables()
+        if number == 1:
+            kept, weights = [np.asarray(each) for each in state], model.get_weights()
+        if number == 2:
+            for each, value in zip(state, kept, strict=True):
+                each.assign(value)
+            model.set_weights(weights)
+        same.append(loss.reduce_mean())
     return ended(same, model)
 
 
