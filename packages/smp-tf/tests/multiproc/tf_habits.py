@@ -9,17 +9,24 @@ import numpy as np
 import tensorflow as tf
 from tf_beside import Found, Side, by_name
 from tf_calls import WIDTH
-from tf_users import dense, model_of
+from tf_users import IS_KERAS_3, dense, model_of
 
 CLASSES = 3
 TIMES = 5
 
 
-def names_of(module: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the names of a module's own public functions, each of which is a script."""
+def names_of(module: dict[str, Any], *of_keras_3: str) -> tuple[str, ...]:
+    """Returns the names of a module's own public functions, each of which is a script.
+
+    Args:
+        module: its names and what they stand for.
+        of_keras_3: those that Keras 2 takes otherwise: its optimizers, ``compute_loss`` and models
+            without a batch, and dropout, which it draws from TensorFlow's generator.
+    """
     own = (name for name, each in module.items() if isinstance(each, Callable))
     found = (name for name in own if module[name].__module__ == module["__name__"])
-    return tuple(name for name in found if not name.startswith("_"))
+    missing = () if IS_KERAS_3 else of_keras_3
+    return tuple(name for name in found if not name.startswith("_") and name not in missing)
 
 
 def labels(seed: int = 0, most: int = CLASSES, *shape: int) -> Any:

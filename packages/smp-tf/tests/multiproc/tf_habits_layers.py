@@ -295,4 +295,4 @@ def frozen_by_weights(side: Side) -> Found:
     return ended(same, model)
 
 
-NAMES = names_of(globals())
+NAMES = names_of(globals(), "layers_that_differ_in_training")

@@ -295,4 +295,4 @@ def optimizer_put_back(side: Side) -> Found:
     return ended(same, model)
 
 
-NAMES = names_of(globals())
+NAMES = names_of(globals(), "optimizer_by_layers", "optimizer_centred")
