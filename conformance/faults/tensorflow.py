@@ -183,4 +183,18 @@ MUTATIONS = (
         "    for variable, value in zip(own, everything[-1], strict=True):\n",
         ("variables_are_those_of_the_first_replica",),
     ),
+    Mutation(
+        "replicas begin with weights of their own",
+        "tensorflow/model/engine.py",
+        "        begin_alike(runtime, begun)\n",
+        "",
+        ("replicas_begin_with_the_weights_of_the_first",),
+    ),
+    Mutation(
+        "fit trains replicas by gradients of their own",
+        "tensorflow/model/keras_training.py",
+        "[averaged(runtime, each) for each in given]",
+        "list(given)",
+        ("fit_averages_over_replicas",),
+    ),
 )

@@ -37,6 +37,10 @@ def test_a_restored_model_goes_on_to_the_last_bit(worlds: Worlds, saved: Any, wh
         assert found == losses
 
 
+def test_averages_that_a_script_keeps_are_saved(worlds: Worlds, tmp_path: Path) -> None:
+    worlds.run(TWO, tf_checkpoints.keep_and_restore, str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["cnn", pytest.param("sequential", marks=pytest.mark.slow)])
 def test_tensorflow_alone_loads_what_save_model_wrote(
     worlds: Worlds, tmp_path: Path, name: str

@@ -20,6 +20,10 @@ def test_embeddings_are_trained_as_in_one_process(worlds: Worlds) -> None:
     assert_same(worlds, tf_replicas.embeddings, world=TWO_REPLICAS)
 
 
+def test_they_begin_with_the_weights_of_the_first(worlds: Worlds) -> None:
+    worlds.run(TWO_REPLICAS, tf_replicas.begin_alike)
+
+
 def test_they_save_once_and_go_on(worlds: Worlds, tmp_path: Path) -> None:
     # Without dropout, of which replicas draw different masks, and without slices of embeddings.
     directory, name = str(tmp_path), "zigzag"

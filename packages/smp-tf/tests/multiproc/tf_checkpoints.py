@@ -68,6 +68,8 @@ def restore_and_train(name: str, directory: str, when: str) -> list[float]:
     order: list[str] = []
     if when == "before":
         assert manager.restore() == str(Path(directory, "ckpt-3"))
+        assert (int(count), int(optimizer.iterations)) == (STEPS, STEPS)
+        count.assign_add(1)  # as a script does that begins its next epoch
         smp.register_post_partition_hook(lambda: order.append("hook"))
     elif when == "in a hook":
         smp.register_post_partition_hook(manager.restore)
@@ -75,9 +77,27 @@ def restore_and_train(name: str, directory: str, when: str) -> list[float]:
         train()
         manager.restore()
     losses = [float(train()) for _ in range(STEPS)]
-    assert int(count) == STEPS
+    assert int(count) == STEPS + (when == "before")
     assert order == (["hook"] if when == "before" else [])
     return losses
+
+
+def keep_and_restore(directory: str) -> None:
+    """Saves and restores averages of weights, of which each process has had its own."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    model, _, train = trainer("cnn")
+    train()
+    averages = [tf.Variable(0.5 * each, trainable=False) for each in model.trainable_variables]
+    wanted = [each.numpy() for each in averages]
+    checkpoint = tf.train.Checkpoint(model=model, averages=averages)
+    manager = smp.CheckpointManager(checkpoint, directory)
+    manager.save()
+    for each in averages:
+        each.assign(tf.zeros_like(each))
+    manager.restore()
+    for each, value in zip(averages, wanted, strict=True):
+        np.testing.assert_array_equal(each.numpy(), value)
 
 
 def export(name: str, folder: str) -> Any:

@@ -219,6 +219,16 @@ def _without_accumulate(side: Side) -> None:
     optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
 
 
+def _cloned(side: Side) -> None:
+    layers = [tf.keras.Input((WIDTH,)), L.Dense(WIDTH)]
+    tf.keras.models.clone_model(_wrapped(side, tf.keras.Sequential(layers)))
+
+
+def _in_a_strategy(side: Side) -> None:
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        class_of_halves(side)()
+
+
 #: What is refused, with the beginning of the reason.
 REFUSED: dict[str, tuple[Any, str]] = {
     "own train_step": (_own_train_step, "_Own has a train_step of its own"),
@@ -228,6 +238,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
         f"be made {MICROBATCHES} times a batch",
     ),
     "parts alone": (_parts_alone, "that no step function has placed"),
+    "cloned": (_cloned, "clone the model itself"),
+    "in a strategy": (_in_a_strategy, "in the scope of OneDeviceStrategy"),
     "own backup": (_own_backup, "received the class Own: use the class of Keras"),
     "without accumulate": (
         _without_accumulate,

@@ -45,3 +45,20 @@ def embeddings(side: Side) -> Found:
         optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
         losses.append(side.mean(loss.reduce_mean()))
     return Found(losses, by_name(model.trainable_variables, model.trainable_variables))
+
+
+def begin_alike() -> None:
+    """Replicas that draw unlike weights begin with those of the first; layers' seeds stay."""
+    import smdistributed.modelparallel.tensorflow as smp
+
+    tf.keras.utils.set_random_seed(5 + smp.dp_rank())
+    layers = [L.Dense(WIDTH, name="a"), L.Dropout(0.5, name="drop"), L.Dense(WIDTH, name="b")]
+    layers[0].build((None, WIDTH))  # it has its values before the first call
+    drawn = float(tf.norm(layers[0].kernel))
+    model = smp.DistributedModel(tf.keras.Sequential([tf.keras.Input((WIDTH,)), *layers]))
+    smp.step(lambda x: model(x, training=True))(tf.ones([8, WIDTH]))
+    found = [float(tf.norm(model.get_layer(name).kernel)) for name in ("a", "b")]
+    every = smp.allgather((drawn, found), smp.DP_GROUP)
+    assert every[0][0] != every[1][0]
+    assert every[0][1] == every[1][1], every
+    np.testing.assert_allclose(found[0], every[0][0], rtol=1e-6)

@@ -1,7 +1,8 @@
 """Trains a population of Keras models split and whole: ``python packages/smp-tf/tests/population``.
 
 Exact: the numbers are those of TensorFlow alone up to rounding. Refused: an error of the library
-that says why. Wrong: anything else. Invalid: TensorFlow alone fails.
+that says why. Unclear: another error. Hung: no end in time. Wrong: other numbers. Invalid:
+TensorFlow alone fails.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from tf_worlds import MICROBATCHES, PLAIN, world
 from smdistributed.modelparallel.common.testing import RanksFailedError, World, Worlds
 
 TOLERANCE = 1e-4
-_REASONS = ("UnsupportedError", "PartitionError", "NotPartitionedError", "OutsideStepError")
+#: Errors of the library that say a rule, beside others that only say what happened.
+_REASONS = (
+    *("UnsupportedError", "PartitionError", "NotPartitionedError", "OutsideStepError"),
+    *("CheckpointError", "ConfigError"),
+)
 
 
 def main() -> int:
@@ -63,9 +68,9 @@ def main() -> int:
                 print(*words, "", reason, flush=True)
     finally:
         pool.close()
-    verdicts = ("exact", "refused", "wrong", "invalid")
-    print(", ".join(f"{verdict} {counts[verdict]}" for verdict in verdicts))
-    return 1 if counts["wrong"] or counts["invalid"] else 0
+    bad = ("unclear", "hung", "wrong", "invalid")
+    print(", ".join(f"{verdict} {counts[verdict]}" for verdict in ("exact", "refused", *bad)))
+    return 1 if any(counts[verdict] for verdict in bad) else 0
 
 
 def _tried(pool: Worlds, way: World, name: str, expected: Found, seconds: float) -> tuple[str, str]:
@@ -74,7 +79,9 @@ def _tried(pool: Worlds, way: World, name: str, expected: Found, seconds: float)
         compare(pool.run(way, members.run, name, False, timeout=seconds), expected, TOLERANCE)
     except RanksFailedError as error:
         reason = str(error).splitlines()[0]
-        return ("refused" if any(each in reason for each in _REASONS) else "wrong"), reason
+        if "no end within" in reason or "timed out" in reason:
+            return "hung", reason
+        return ("refused" if any(each in reason for each in _REASONS) else "unclear"), reason
     except AssertionError as error:
         return "wrong", " ".join(str(error).split())[:200]
     return "exact", ""

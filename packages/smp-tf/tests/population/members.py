@@ -14,6 +14,13 @@ import tf_calls
 import tf_effects
 import tf_fit
 import tf_gradients
+import tf_habits_fit
+import tf_habits_gradients
+import tf_habits_layers
+import tf_habits_loops
+import tf_habits_losses
+import tf_habits_networks
+import tf_habits_updates
 import tf_meetings
 import tf_replicas
 import tf_state
@@ -167,6 +174,8 @@ _MODULES = (
     *(tf_users_layers, tf_users_python, tf_users_training, tf_users_fit, tf_tapes),
     *(networks, uses_of_layers, uses_of_state, uses_of_training, uses_of_fit, uses_of_penalties),
     uses_of_recipes,
+    *(tf_habits_gradients, tf_habits_updates, tf_habits_losses, tf_habits_loops),
+    *(tf_habits_layers, tf_habits_networks, tf_habits_fit),
 )
 
 

@@ -28,6 +28,7 @@ from smdistributed.modelparallel.tensorflow.checkpoint.names import (
 )
 from smdistributed.modelparallel.tensorflow.compat.checkpoints import write_checkpoint_state
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.gradients.kept import in_all_processes
 from smdistributed.modelparallel.tensorflow.runtime.runtime import TFRuntime
 
 
@@ -106,7 +107,8 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         files = {}
         if self._runtime.coordinates.dp_rank == 0:
             name = f"part-{self._runtime.coordinates.pp_rank}.npz"
-            files[name] = functools.partial(_write, dict(self._variables()))
+            values = {key: in_all_processes(self._runtime, each) for key, each in self._variables()}
+            files[name] = functools.partial(_write, values)
         self._files.write_partial(f"{self._name}-{number}", files, keep=self._keep)
         doing = f"Noting {self._name}-{number} in {self.directory}"
         self._files.everywhere(doing, self._write_state)
@@ -115,8 +117,9 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
     def restore(self) -> str | None:
         """Restores the newest checkpoint; returns its path, or None if there is none.
 
-        At any time: before the model is partitioned it is remembered, and done in the first call of
-        a step function, before anything is computed. Collective: every process.
+        At any time. Before the model is partitioned a script's own variables are restored at once,
+        and what optimizers count; models and the rest are remembered, and restored in the first
+        call of a step function, before anything is computed. Collective: every process.
 
         Raises:
             CheckpointError: it is damaged, or does not have what the model needs.
@@ -124,7 +127,9 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         found = self.latest_checkpoint
         if found is None:
             return None
-        self._read_when_partitioned(os.path.basename(found))
+        tag = os.path.basename(found)
+        is_early = not CheckpointNames(self.checkpoint).are_partitioned
+        self._read_when_partitioned(tag, self._read_what_is_there(tag) if is_early else ())
         return found
 
     def restore_or_initialize(self) -> str | None:
@@ -150,14 +155,34 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         self._files.everywhere(f"Reading {tag}", find)
         return found
 
-    def _read_when_partitioned(self, tag: str) -> None:
+    def _read_when_partitioned(self, tag: str, done: Collection[str]) -> None:
         if CheckpointNames(self.checkpoint).are_partitioned:
-            self._read(tag)
+            self._read(tag, done)
         else:
-            again = functools.partial(self._read_when_partitioned, tag)
+            again = functools.partial(self._read_when_partitioned, tag, done)
             self._runtime.post_partition_hooks.append(again)
 
-    def _read(self, tag: str) -> None:
+    def _read_what_is_there(self, tag: str) -> list[str]:
+        """Restores what scripts ask for to go on: counts of epochs and steps, a best loss.
+
+        Returns:
+            the names of what was restored, which the script may change from now on.
+        """
+        checkpoint = self._files.resolve(tag)
+        done: list[str] = []
+
+        def read() -> None:
+            # Every part has them.
+            part = np.load(checkpoint.open(min(checkpoint.paths)))
+            for key, variable in CheckpointNames(self.checkpoint).without_models():
+                if key in part.files and part[key].shape == tuple(variable.shape):
+                    _assign(variable, part[key])
+                    done.append(key)
+
+        self._files.everywhere(f"Restoring {tag}", read)
+        return done
+
+    def _read(self, tag: str, done: Collection[str]) -> None:
         checkpoint = self._files.resolve(tag)
         places: dict[str, tuple[Any, str]] = {}
         variables: dict[str, Any] = {}
@@ -186,7 +211,7 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         everyone = self._runtime.communicator.allgather(list(variables), CommGroup.WORLD)
         taken = {name for names in everyone for name in names}
         self._files.everywhere(
-            f"Restoring {tag}", lambda: self._assign(checkpoint, variables, places, taken)
+            f"Restoring {tag}", lambda: self._assign(checkpoint, variables, places, taken, done)
         )
 
     def _assign(
@@ -195,6 +220,7 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
         variables: Mapping[str, Any],
         places: Mapping[str, tuple[Any, str]],
         taken: Collection[str],
+        done: Collection[str],
     ) -> None:
         for verb, names, where in (
             ("lacks", sorted(set(variables) - set(places)), "of this process"),
@@ -218,8 +244,8 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
                     f"{key} has the shape {tuple(variable.shape)}; checkpoint '{checkpoint.tag}' "
                     f"has {value.shape}: restore it into the model that it was saved from."
                 )
-            dtype = variable.dtype.as_numpy_dtype
-            variable.assign(value if value.dtype == dtype else value.view(dtype))
+            if key not in done:
+                _assign(variable, value)
 
     def _variables(self) -> Iterator[tuple[str, Any]]:
         yield "smp/step_number", self._runtime.step_number
@@ -241,7 +267,13 @@ class CheckpointManager(tf.train.CheckpointManager):  # type: ignore[misc]
             write_checkpoint_state(self.directory, paths[-1], paths)
 
 
-def _write(variables: Mapping[str, Any], stream: BinaryIO) -> None:
+def _assign(variable: Any, value: Any) -> None:
+    """Assigns a saved array, whose type NumPy may not know."""
+    dtype = variable.dtype.as_numpy_dtype
+    variable.assign(value if value.dtype == dtype else value.view(dtype))
+
+
+def _write(values: Mapping[str, Any], stream: BinaryIO) -> None:
     with unnoted():
-        arrays = {key: tf.convert_to_tensor(each).numpy() for key, each in variables.items()}
+        arrays = {key: tf.convert_to_tensor(each).numpy() for key, each in values.items()}
     np.savez(stream, **arrays)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from smdistributed.modelparallel.common.errors import NotPartitionedError, UnsupportedError
 from smdistributed.modelparallel.tensorflow.checkpoint.numbered import renumbered
 from smdistributed.modelparallel.tensorflow.compat import keras
+from smdistributed.modelparallel.tensorflow.compat.isolation import apart
 from smdistributed.modelparallel.tensorflow.model.distributed import DistributedModel
 from smdistributed.modelparallel.tensorflow.parameters.variables import is_here
 
@@ -106,6 +107,17 @@ class CheckpointNames:
                 for path, variable in self._others(name, child):
                     yield path, keras.variable_of(variable)
 
+    def without_models(self) -> Iterator[tuple[str, Any]]:
+        """Yields what of ``variables`` is of no model, nor about a variable of one."""
+        for name, child in self._children.items():
+            if name in self._models:
+                continue
+            if is_optimizer(child):
+                yield from self._counts(name, child)
+            else:
+                for path, variable in self._others(name, child):
+                    yield path, keras.variable_of(variable)
+
     def local(self) -> dict[str, Any]:
         """Returns those of ``trained`` that live in this process."""
         found = self.trained()
@@ -138,6 +150,12 @@ class CheckpointNames:
                     yield f"{name}/{slot}/{key}", keras.variable_of(own[place])
         of_slots = {id(each): each for own in slots.values() for each in own.values()}
         self._refuse_strangers(name, [of_slots[key] for key in of_slots.keys() - kept.keys()])
+        yield from self._counts(name, optimizer)
+
+    def _counts(self, name: str, optimizer: Any) -> Iterator[tuple[str, Any]]:
+        """Yields what an optimizer keeps of all variables together."""
+        slots = keras.optimizer_slots(optimizer)
+        of_slots = {id(each) for own in slots.values() for each in own.values()}
         for variable in keras.optimizer_variables(optimizer):
             if id(variable) not in of_slots:
                 yield (
@@ -204,7 +222,9 @@ def build_optimizers(checkpoint: Any, names: Collection[str]) -> None:
             continue
         # An optimizer may keep nothing of each variable, and yet a scale of losses.
         known = {part[2] for part in parts if len(part) == 3} or trained.keys()
-        keras.build_optimizer(child, [trained[key] for key in trained if key in known])
+        own = [trained[key] for key in trained if key in known]
+        # A tf.function that saw it would be made once more, in the processes that have some.
+        apart(functools.partial(keras.build_optimizer, child, own))
 
 
 def _names_of(name: str, model: Any) -> dict[int, str]:

@@ -116,6 +116,13 @@ def checked_access(
         unconverted: Callable[..., Any] = not_converted(read)
         return unconverted
 
+    def asking(original: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(self: Variable, *args: Any, **kwargs: Any) -> Any:
+            return original(self, *args, **kwargs) if is_here(self) else tf.constant(True)
+
+        unconverted: Callable[..., Any] = not_converted(ask)
+        return unconverted
+
     def gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         def gather(self: Variable, indices: Any, *args: Any, **kwargs: Any) -> Any:
             if is_here(self):
@@ -159,6 +166,7 @@ def checked_access(
     makers = {
         **dict.fromkeys(writing, changing),
         "_read_variable_op": reading,
+        "is_initialized": asking,
         "sparse_read": gathering,
         "_serialize_to_tensors": saving,
         "_restore_from_tensors": restoring,

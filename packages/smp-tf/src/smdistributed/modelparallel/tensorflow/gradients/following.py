@@ -17,6 +17,7 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.tensorflow.compat import functions, operations, resources
 from smdistributed.modelparallel.tensorflow.compat.gradients import is_followed
 from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.gradients.kept import must_be_everywhere, note_read
 from smdistributed.modelparallel.tensorflow.gradients.meeting import begin_function, brought, told
 from smdistributed.modelparallel.tensorflow.gradients.repeating import note_made
 from smdistributed.modelparallel.tensorflow.parameters.moments import Changes, note_changes
@@ -88,8 +89,9 @@ class _Following:
         """
         owned = [each for each in _values_in(args) if _owner(each) is not None]
         if not owned:
-            if kind == "ReadVariableOp" and not tf.executing_eagerly():
-                _note_read(args[0])
+            if not tf.executing_eagerly() and kind not in _WRITING | _ABOUT | _CALLING:
+                for each in filter(_is_handle, _values_in(args)):
+                    note_read(each)
             return args, None
         if kind in _ABOUT or kind in _CALLING:
             return args, None
@@ -241,15 +243,10 @@ class _Following:
         to, owner = _owner(handle), _owner(value)
         if owner is None:
             return args
-        outside = handle
-        if hasattr(handle, "graph") and not isinstance(handle, tf.__internal__.EagerTensor):
-            outside = resources.origin(handle.graph, handle)
-        if to is None:
-            if id(outside) in _reads():  # before this, without knowing whose it is
-                return self._brought(args, [value])
-            note(outside, owner.of_value)
+        if to is None and not must_be_everywhere(handle):
+            note(handle, owner.of_value)
             return args
-        if to.partition == owner.partition:
+        if to is not None and to.partition == owner.partition:
             return args
         # Also of a script's own, which stays right in the process that has had its values so far.
         return self._brought(args, [value])
@@ -284,22 +281,6 @@ def _owner(value: Any) -> Any:
         owner = owner_of(resources.origin(value.graph, value))
         note(value, owner)
     return owner
-
-
-def _reads() -> set[int]:
-    """Returns the variables without an owner that the present function has read."""
-    graph = tf.compat.v1.get_default_graph()
-    found: set[int] = getattr(graph, "_smp_read", set())
-    return found
-
-
-def _note_read(handle: Any) -> None:
-    """Notes that a function reads a variable of which nobody is known to be the owner."""
-    graph = tf.compat.v1.get_default_graph()
-    if not hasattr(graph, "_smp_read"):
-        graph._smp_read = set()
-    is_symbolic = hasattr(handle, "graph") and not isinstance(handle, tf.__internal__.EagerTensor)
-    graph._smp_read.add(id(resources.origin(handle.graph, handle) if is_symbolic else handle))
 
 
 def _note_branches(kind: str, results: Sequence[Any]) -> None:

@@ -5,6 +5,8 @@ With Horovod where the configuration asks for it, else with TensorFlow's own col
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
@@ -62,6 +64,24 @@ def _gathered(runtime: TFRuntime, tensor: Any) -> Any:
     )
     is_row = tf.reshape(tf.sequence_mask(counts, most), [-1])
     return tf.boolean_mask(everyone, is_row)
+
+
+def begin_alike(runtime: TFRuntime, variables: Iterable[Any]) -> None:
+    """Gives new variables of a model the initial values that the first replica has drawn.
+
+    Values travel where they differ, as where the script sets no seed. State of other types, such as
+    the seeds of layers, stays a replica's own. Eagerly. Collective: the data-parallel group, if
+    there are such variables.
+    """
+    own = [each for each in variables if each.dtype.is_floating or each.dtype.is_complex]
+    if runtime.topology.dp_size == 1 or not own:
+        return
+    digest = 0
+    with unnoted():
+        for each in own:
+            digest = zlib.crc32(each.numpy().tobytes(), digest)
+    if len(set(runtime.communicator.allgather(digest, CommGroup.DP_GROUP))) > 1:
+        broadcast_from_first(runtime, own)
 
 
 def broadcast_from_first(runtime: TFRuntime, variables: list[Any]) -> None:

@@ -41,6 +41,20 @@ class _OutsideStepError(SMPError, NotImplementedError):
     """
 
 
+def _refuse_strategy() -> None:
+    """Raises in the scope of a strategy, which would spread what is spread already.
+
+    Raises:
+        UnsupportedError: there is one.
+    """
+    if tf.distribute.has_strategy():
+        raise UnsupportedError(
+            "a DistributedModel is spread over processes by smp.init, with replicas where there "
+            f"are more of them than partitions; received one in the scope of "
+            f"{type(tf.distribute.get_strategy()).__name__}: leave tf.distribute out."
+        )
+
+
 class DistributedModel(KerasTraining):
     """A model whose operations are spread over the processes of a pipeline.
 
@@ -60,6 +74,7 @@ class DistributedModel(KerasTraining):
     _smp_slot: RuntimeSlot[TFRuntime]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_strategy()
         wrapped = None
         if len(args) == 1 and isinstance(args[0], tf.keras.Model):
             wrapped, args = args[0], ()
@@ -85,6 +100,21 @@ class DistributedModel(KerasTraining):
         )
         # Not an attribute of the model for Keras: nothing in it is a layer or a variable.
         object.__setattr__(self, "_smp_engine", engine)
+
+    @classmethod
+    def from_config(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+        """Makes a model of a class of one's own from what ``get_config`` says.
+
+        Raises:
+            UnsupportedError: of a model that was given, which a configuration does not have.
+        """
+        if cls.call is DistributedModel.call:
+            raise UnsupportedError(
+                "a configuration is of the model that a DistributedModel was given; received that "
+                "of the DistributedModel, as from tf.keras.models.clone_model: clone the model "
+                "itself, and give the clone to smp.DistributedModel."
+            )
+        return super().from_config(config, *args, **kwargs)
 
     def _smp_take_as(self, wrapped: Any) -> None:
         """Lets Keras see what the wrapped model takes: tensors, masks and others by their names."""

@@ -21,7 +21,9 @@ from smdistributed.modelparallel.tensorflow.execute.backward import (
 )
 from smdistributed.modelparallel.tensorflow.execute.program import LocalPrograms
 from smdistributed.modelparallel.tensorflow.execute.replay import Replay
+from smdistributed.modelparallel.tensorflow.gradients.kept import bring_kept
 from smdistributed.modelparallel.tensorflow.gradients.meeting import on_all
+from smdistributed.modelparallel.tensorflow.gradients.replicas import begin_alike
 from smdistributed.modelparallel.tensorflow.model.agreement import agree
 from smdistributed.modelparallel.tensorflow.model.second_gradients import differentiated_again
 from smdistributed.modelparallel.tensorflow.model.signature import (
@@ -242,6 +244,7 @@ class Engine:
         traced, every = self._traced(run, tensors, wanted, has_effects)
         count = len(traced.operations)
         progress.stage = f"the partitions of the {count} operations of {self.name}"
+        self._keep_homes([*every, *traced.foreign])
         plan = self._planned(tensors, traced)
         progress.stage = f"the passes of {self.name} in this process"
         is_alone = runtime.transport.size == 1
@@ -253,9 +256,13 @@ class Engine:
             runtime.has_one_core,
         )
         metrics = {id(variable) for variable in keras.variables_of_metrics(self.model)}
-        self._variables.settle(self.placement.homes, every, self._default_partition, metrics)
+        begun = self._variables.settle(
+            self.placement.homes, every, self._default_partition, metrics
+        )
+        begin_alike(runtime, begun)
         self._variables.claim(self.placement.homes, traced.foreign, plan.changed())
         self._note_owners([*every, *self._variables.made, *traced.foreign])
+        bring_kept(runtime, traced.captured, traced.foreign)
         if not self.is_partitioned:
             self.is_partitioned = True
             runtime.is_partitioned = True
@@ -264,6 +271,19 @@ class Engine:
             for hook in hooks:
                 hook()  # which may want to be called for the next model as well
         return traced, local
+
+    def _keep_homes(self, variables: Sequence[Any]) -> None:
+        """Lets what reads variables be placed where they live, or where other models read them.
+
+        A model may read what is another one's, which is called later.
+        """
+        others = [engine.placement.homes for engine in list(self.runtime.engines)]
+        for variable in variables:
+            key, home = id(keras.variable_of(variable)), home_of(variable)
+            if home is not None and home.partition is not None:
+                self.placement.homes.setdefault(key, home.partition)
+            elif known := [homes[key] for homes in others if key in homes]:
+                self.placement.homes.setdefault(key, min(known))
 
     def run_on(self, asked: Signature, tensors: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Calls the model on tensors, in a trace; returns its result and its losses."""

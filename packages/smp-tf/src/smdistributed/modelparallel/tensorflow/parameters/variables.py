@@ -235,20 +235,25 @@ class ModelVariables:
 
     def settle(
         self,
-        homes: Mapping[int, int],
+        homes: dict[int, int],
         variables: list[Any],
         default: int,
         metrics: Collection[int],
-    ) -> None:
+    ) -> list[Any]:
         """Gives variables the partition where they live from now on, and their memory there.
 
         Args:
-            homes: partition by ``id`` of TensorFlow's variable, for those that are known.
+            homes: partition by ``id`` of TensorFlow's variable, for those that are known. Others
+                are added: what a later call does with them is done where they live.
             variables: all of the model.
             default: partition of those that nothing reads yet.
             metrics: ``id`` of each variable of a metric. Those that the call does not use are
                 every process's own: a training loop updates them with what all processes have.
+
+        Returns:
+            those that live in this process since now.
         """
+        begun = []
         every = {id(v): v for v in map(keras.variable_of, variables)}
         paths = {id(keras.variable_of(v)): keras.path_of(v) for v in variables}
         every |= {id(v): v for v, _ in self._initial_values.values()}
@@ -258,7 +263,7 @@ class ModelVariables:
                 continue
             if key in metrics and key not in homes:
                 continue
-            partition = homes.get(key, default)
+            partition = homes.setdefault(key, default)
             is_here = partition == self._partition
             variable._smp_home = Home(partition, self._ranks[partition], is_here)
             variable._smp_path = paths.get(key, variable.name)
@@ -267,3 +272,6 @@ class ModelVariables:
                 variable.assign(tf.cast(initial.value(), variable.dtype))
             elif not is_here and initial is None:
                 free(variable)
+            if is_here:
+                begun.append(variable)
+        return begun
