@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -135,3 +136,30 @@ def deep_mutual_learning_and_averaged_teacher(kit: Kit) -> None:
         kit.note(*train(one, two, torch.randn(8, 6), torch.randint(0, 3, (8,))))
         opt1.step()
         opt2.step()
+
+
+@script()
+def mean_teacher_whose_targets_are_made_between_steps(kit: Kit) -> None:
+    net = mlp(6, 12, 12, 3)
+    teacher = copy.deepcopy(net)
+    model = kit.model(net)
+    optimizer = kit.optimizer(torch.optim.SGD(model.parameters(), 0.1, 0.9))
+
+    @kit.step
+    def train(model: Any, x: Any, y: Any, target: Any, weight: float) -> Any:
+        out = model(x)
+        consistency = F.mse_loss(out.softmax(1), target)
+        loss = F.cross_entropy(out, y) + weight * consistency
+        model.backward(loss)
+        return loss, consistency
+
+    for number in range(3):
+        x, y = torch.randn(8, 6), torch.randint(0, 3, (8,))
+        with torch.no_grad():
+            target = teacher(x + 0.1 * torch.randn_like(x)).softmax(1)
+        optimizer.zero_grad()
+        kit.note(*train(model, x, y, target, min(1.0, number / 2)))
+        optimizer.step()
+        alpha = min(1 - 1 / (number + 1), 0.9)
+        for average, p in zip(teacher.parameters(), net.parameters(), strict=True):
+            average.data.mul_(alpha).add_(p.data, alpha=1 - alpha)

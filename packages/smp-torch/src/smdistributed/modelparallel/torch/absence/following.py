@@ -274,6 +274,22 @@ def make_whole(tensors: Iterable[torch.Tensor]) -> None:
             make_present(each, each.absent.keeper.answer(asked))
 
 
+def bring_arguments(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives all ranks of a pipeline what a script has computed from what some of them have.
+
+    Collective: PP_GROUP, if there is something.
+
+    Args:
+        tensors: that every rank gives to the same call; a model's own stay where they are.
+    """
+    make_whole(
+        each
+        for each in tensors
+        if (isinstance(each, AbsentTensor) and not each.absent.writes_to_own)
+        or (is_owned(each) and not each.owned.writes_to_own)  # type: ignore[attr-defined]
+    )
+
+
 def _question(func: Any, tensor: AbsentTensor, *, is_everywhere: bool) -> Question:
     about = tensor.absent
     place = place_of(about.origin.digest)

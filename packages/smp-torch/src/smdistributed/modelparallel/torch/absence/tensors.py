@@ -151,7 +151,8 @@ class AbsentTensor(torch.Tensor):
             names = ", ".join(_named(each) for each in found) or "a parameter"
             raise UnsupportedError(
                 f"{func} got {names}, which another partition has, by way of its data or of "
-                f"transforms of torch.func. {REMEDY}"
+                "transforms of torch.func. What is no tensor of the model takes such data by copy_ "
+                f"(average.data.copy_(mean), not average.data = mean). {REMEDY}"
             )
         with past_transforms():
             return found[0].absent.keeper.run(func, args, kwargs)
