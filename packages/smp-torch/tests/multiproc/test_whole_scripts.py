@@ -16,7 +16,11 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 #: World -> what every run tries: scripts that go ways which no other test goes.
 SAMPLES = {
-    "pp2": ("byol_with_target_in_the_module", "real_nvp_with_logdet_and_masks"),
+    "pp2": (
+        "byol_with_target_in_the_module",
+        "hinge_gan_with_class_projection",
+        "real_nvp_with_logdet_and_masks",
+    ),
     "tp2": ("ema_by_averaged_model_evaluated_by_swap", "stochastic_depth_by_python_random"),
 }
 #: World -> what is refused there; see ``docs/decisions/open.md``.

@@ -44,11 +44,13 @@ from smdistributed.modelparallel.torch.record.calls.refusals import (
     NowhereError,
     exchanges_stand_ins,
     hooks_stand_ins,
+    switched_how,
 )
 from smdistributed.modelparallel.torch.record.calls.regions import Again, BuffersWatched
 from smdistributed.modelparallel.torch.record.calls.remembering import keep_remembering_whole
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.data import SETTING_DATA, can_be_put, put_data
+from smdistributed.modelparallel.torch.record.ir import Graph
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.leaves.spans import collapsed, leaf_spans
@@ -79,6 +81,7 @@ from smdistributed.modelparallel.torch.record.trace.overwritten import (
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.switches import positions
+from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,
     slices_guarded,
@@ -323,6 +326,8 @@ class Recorder(TorchFunctionMode):
     def _finish(self, result: Any) -> Passed:
         now = self._now
         self._check_put_back()
+        for slot in self._scene.frozen.values():
+            raise switched_how(*slot, "and left so when the step function ends")
         self._calls.finish()
         if now.new is not None:
             keep_remembering_whole(self._context, now, self._deed_of)
@@ -382,6 +387,7 @@ class Recorder(TorchFunctionMode):
         graph = values.graph
         graph.result, graph.numbers = list(returned), list(numbers)
         graph.written = values.written_inputs()
+        self._check_frozen(graph)
         for slot in (slot for model in self._scene.models for slot in model.rebound()):
             if slot[0] not in self._scene.leaves:
                 raise UnsupportedError(
@@ -390,6 +396,18 @@ class Recorder(TorchFunctionMode):
                     "module on one partition."
                 )
         return Way(self._number_ways(), [*log, end], graph, values=values.known())
+
+    def _check_frozen(self, graph: Graph) -> None:
+        """Refuses frozen slices that are differentiated twice: they are found as they are then.
+
+        Raises:
+            UnsupportedError: there are some.
+        """
+        if any(node.target is torch.autograd.grad for node in graph.nodes):
+            for node in (each for each in graph.nodes if each.frozen):
+                if guard_of(node.target, node.name).slots:
+                    how = "for a module in slices, beside torch.autograd.grad"
+                    raise switched_how(*node.frozen[0], how)
 
     def _with_buffers_kept(self, values: Values, log: Sequence[Entry], end: Entry) -> Values:
         """Returns the values of a graph that keeps what a microbatch makes of buffers."""
@@ -504,6 +522,8 @@ class Recorder(TorchFunctionMode):
                 return self._new.draw(func, args, kwargs)
             if func == SETTING_DATA and self._only_numbers(*args):
                 func = put_data
+            elif func in SWITCHING_GRADIENTS and self._switches(func, args):
+                return args[0]
             elif is_foreach(func) and (len(args[0]) > 1):
                 # Its tensors may lie on several partitions.
                 call = functools.partial(self.__torch_function__, func, types)
@@ -538,18 +558,22 @@ class Recorder(TorchFunctionMode):
             data = self._now.fake(data)
             return can_be_put(fake, data) and not self._scene.slots_in(data)
 
+    def _switches(self, func: Any, args: Any) -> bool:
+        """Has a parameter require no gradient, or again one, if it is one, for what comes then."""
+        fake = self._now.fake(args[0])
+        if id(fake) not in self._scene.slots:
+            return False
+        with self._state.pausing():
+            self._scene.freeze(fake, not args[1] if len(args) > 1 else False)
+        return True
+
     def _refuse(self, func: Any, args: Any) -> None:
         if func in HOOKING_GRADIENTS:
             self._check_hooked(args[0])
-        if (
-            func in SWITCHING_GRADIENTS
-            and not self._state.leaf_depth
-            and id(self._now.fake(args[0])) in self._scene.slots
-        ):
-            raise UnsupportedError(
-                f"requires_grad of a parameter is changed in {self._calls.where()} while a "
-                "pipelined step runs. Change it between two calls of step functions."
-            )
+        if self._scene.frozen and not self._state.leaf_depth:
+            for tensor in tensors_in(args):
+                if slot := self._scene.frozen.get(id(self._now.fake(tensor))):
+                    raise switched_how(*slot, f"for {self._calls.where()}, which reads it")
         if (
             func is torch.Tensor.__deepcopy__
             and not self._state.leaf_depth
