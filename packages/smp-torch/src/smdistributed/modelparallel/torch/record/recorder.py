@@ -50,7 +50,6 @@ from smdistributed.modelparallel.torch.record.calls.regions import Again, Buffer
 from smdistributed.modelparallel.torch.record.calls.remembering import keep_remembering_whole
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.data import SETTING_DATA, can_be_put, put_data
-from smdistributed.modelparallel.torch.record.ir import Graph
 from smdistributed.modelparallel.torch.record.leaves.attributes import Deed, LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.modules import ModuleCalls, Randomness
 from smdistributed.modelparallel.torch.record.leaves.spans import collapsed, leaf_spans
@@ -81,7 +80,6 @@ from smdistributed.modelparallel.torch.record.trace.overwritten import (
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.trace.values import Values
 from smdistributed.modelparallel.torch.state.switches import positions
-from smdistributed.modelparallel.torch.tensor_parallel.module import guard_of
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,
     slices_guarded,
@@ -387,7 +385,6 @@ class Recorder(TorchFunctionMode):
         graph = values.graph
         graph.result, graph.numbers = list(returned), list(numbers)
         graph.written = values.written_inputs()
-        self._check_frozen(graph)
         for slot in (slot for model in self._scene.models for slot in model.rebound()):
             if slot[0] not in self._scene.leaves:
                 raise UnsupportedError(
@@ -396,18 +393,6 @@ class Recorder(TorchFunctionMode):
                     "module on one partition."
                 )
         return Way(self._number_ways(), [*log, end], graph, values=values.known())
-
-    def _check_frozen(self, graph: Graph) -> None:
-        """Refuses frozen slices that are differentiated twice: they are found as they are then.
-
-        Raises:
-            UnsupportedError: there are some.
-        """
-        if any(node.target is torch.autograd.grad for node in graph.nodes):
-            for node in (each for each in graph.nodes if each.frozen):
-                if guard_of(node.target, node.name).slots:
-                    how = "for a module in slices, beside torch.autograd.grad"
-                    raise switched_how(*node.frozen[0], how)
 
     def _with_buffers_kept(self, values: Values, log: Sequence[Entry], end: Entry) -> Values:
         """Returns the values of a graph that keeps what a microbatch makes of buffers."""
@@ -524,6 +509,9 @@ class Recorder(TorchFunctionMode):
                 func = put_data
             elif func in SWITCHING_GRADIENTS and self._switches(func, args):
                 return args[0]
+            elif self._scene.frozen and self._reads_frozen((args, kwargs)):
+                args, kwargs = map_tensors((args, kwargs), self._as_frozen)
+                return self.__torch_function__(func, types, args, kwargs)
             elif is_foreach(func) and (len(args[0]) > 1):
                 # Its tensors may lie on several partitions.
                 call = functools.partial(self.__torch_function__, func, types)
@@ -567,13 +555,28 @@ class Recorder(TorchFunctionMode):
             self._scene.freeze(fake, not args[1] if len(args) > 1 else False)
         return True
 
+    def _reads_frozen(self, arguments: Any) -> bool:
+        return any(id(self._now.fake(each)) in self._scene.frozen for each in tensors_in(arguments))
+
+    def _as_frozen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what code between modules reads of a parameter that requires no gradient now."""
+        fake = self._now.fake(tensor)
+        if id(fake) not in self._scene.frozen:
+            return tensor
+        slot = self._scene.frozen.pop(id(fake))
+        with self._state.pausing():
+            fake.requires_grad_(True)  # as all other reads of it find it
+        try:
+            found: torch.Tensor = self.__torch_function__(torch.Tensor.detach, (), (fake,))
+        finally:
+            self._scene.frozen[id(fake)] = slot
+            with self._state.pausing():
+                fake.requires_grad_(False)
+        return found
+
     def _refuse(self, func: Any, args: Any) -> None:
         if func in HOOKING_GRADIENTS:
             self._check_hooked(args[0])
-        if self._scene.frozen and not self._state.leaf_depth:
-            for tensor in tensors_in(args):
-                if slot := self._scene.frozen.get(id(self._now.fake(tensor))):
-                    raise switched_how(*slot, f"for {self._calls.where()}, which reads it")
         if (
             func is torch.Tensor.__deepcopy__
             and not self._state.leaf_depth
