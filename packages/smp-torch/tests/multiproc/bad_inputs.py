@@ -197,7 +197,6 @@ API: dict[str, Input] = {
     ),
     "model outside a step": (lambda: _model()(ONES), "smp.step"),
     "the user's model outside a step": (lambda: _model().get_module()(ONES), "partitions"),
-    "the user's state": (lambda: _model().get_module().state_dict(), "empty tensors"),
     "parameters before the partition": (
         lambda: list(smp.DistributedModel(Net()).local_parameters()),
         "first call of a step function",

@@ -199,6 +199,24 @@ def _loaded(run: Run) -> None:
     run.net.load_state_dict(run.kept["state"])
 
 
+def _kept_state(run: Run) -> None:
+    run.kept["state"] = {name: each.clone() for name, each in run.net.state_dict().items()}
+
+
+def _half_back(run: Run) -> None:
+    """Goes from where the steps have come to half the way back, as Reptile does."""
+    state, before = run.net.state_dict(), run.kept["state"]
+    run.net.load_state_dict(
+        {
+            name: each + (before[name] - each) // 2
+            if name.endswith("tracked")
+            else each + 0.5 * (before[name] - each)
+            for name, each in state.items()
+        }
+    )
+    _kept_state(run)
+
+
 PARAMETERS = {
     "masked": _after(_each(lambda each: each.mul_(_mask(each)))),
     "masked data": _rewritten(lambda data: data * _mask(data)),
@@ -256,6 +274,11 @@ PARAMETERS = {
     "loaded": Loop(
         begin=lambda run: run.kept.update(state=copy.deepcopy(run.net.state_dict())),
         after=_once(_loaded),
+    ),
+    "state told": _told(lambda run: sum(each.sum() for each in run.net.state_dict().values())),
+    "half the way back": Loop(begin=_kept_state, after=_half_back),
+    "state of a part": _after(
+        lambda run: run.net.blocks[3].load_state_dict(run.net.blocks[0].state_dict())
     ),
 }
 

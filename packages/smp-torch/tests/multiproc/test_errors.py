@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -231,13 +232,19 @@ def case_using_the_whole_model_after_training() -> None:
     assert not set(absent) & {name for name, _ in model.local_named_parameters()}
 
 
-def case_states_that_would_hold_empty_tensors() -> None:
+def case_states_of_modules_that_are_not_whole() -> None:
     net = Layers()
     model = smp.DistributedModel(net)
     before = net.state_dict()
     train(model)
-    for call in (net.state_dict, model.module.state_dict, net.layers.state_dict):
-        expect(SMPError, r"empty tensors.*state_dict\(\) of the DistributedModel", call)
+    told = [each.tolist() for each in model.state_dict().values()]
+    for call in (net.state_dict, model.module.state_dict):
+        assert [each.tolist() for each in call().values()] == told
+
+        def save(call: Any = call) -> None:
+            torch.save(call(), io.BytesIO())
+
+        expect(UnsupportedError, r"state_dict\(\) of the DistributedModel", save)
     here = [layer for layer in net.layers if not isinstance(layer.weight, AbsentTensor)]
     assert here
     assert all(layer.state_dict()["weight"].numel() for layer in here)
@@ -247,6 +254,7 @@ def case_states_that_would_hold_empty_tensors() -> None:
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     train(model)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    expect(SMPError, r"would hold empty", lambda: train(model, lambda loss: net.state_dict()))
 
 
 def case_an_exception_of_the_users_can_be_caught() -> None:

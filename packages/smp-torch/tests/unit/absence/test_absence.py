@@ -344,6 +344,48 @@ def test_a_parameter_may_be_given_what_ranks_compute_together() -> None:
     assert on_both(compute) == pytest.approx([wanted, wanted])
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda mine, other: mine.data.lerp_(other.data, 0.1),
+        lambda mine, other: mine.data.mul_(0.9).add_(other.detach(), alpha=0.1),
+        lambda mine, other: mine.detach().data.copy_(0.9 * mine.data + 0.1 * other.data),
+        lambda mine, other: torch._foreach_lerp_([mine.data], [other.data], 0.1),
+    ],
+)
+def test_what_sees_all_of_a_parameter_may_be_written_to(write: Any) -> None:
+    def compute(rank: Rank) -> float:
+        mine, other = rank.parameters
+        before = mine.sum().item()
+        write(mine, other)
+        assert type(rank.parameters[rank._own]) is OwnedTensor
+        return mine.sum().item() - before
+
+    mine, other = whole()
+    wanted = (mine.lerp(other, 0.1) - mine).sum().item()
+    assert on_both(compute) == pytest.approx([wanted, wanted], abs=1e-5)
+
+
+def test_arguments_that_are_computed_from_parameters_come_to_all_ranks() -> None:
+    def compute(rank: Rank) -> list[list[float]]:
+        mine, other = rank.parameters
+        made = [mine.data.mul(2), torch.ones(2), mine.data + other.data, other.data]
+        following.bring_arguments(made)
+        assert [type(each) is torch.Tensor for each in made] == [True, True, True, False]
+        return [each.tolist() for each in made[:3]]
+
+    mine, other = whole()
+    wanted = [each.tolist() for each in (mine * 2, torch.ones(2), mine + other)]
+    assert on_both(compute) == [wanted, wanted]
+
+
+def test_a_part_of_a_parameter_is_not_written_to() -> None:
+    rank = Rank(0)
+    mine, other = rank.parameters
+    with pytest.raises(UnsupportedError, match="to a part of a tensor"):
+        mine.data[0].copy_(other.data[0])
+
+
 def test_what_a_parameter_was_given_is_not_written_to_or_given_again() -> None:
     def compute(rank: Rank) -> None:
         mine, other = rank.parameters

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.model.replacing import refuse_uses
+from smdistributed.modelparallel.torch.model.replacing import _tell_names, refuse_uses
 
 
 def test_a_model_that_was_replaced_is_used_no_more() -> None:
@@ -37,3 +37,12 @@ def test_what_makes_a_model_of_the_current_values_is_called_there() -> None:
     del made
     with pytest.raises(UnsupportedError, match="this Generating is not what trains"):
         net.generate(3)
+
+
+def test_names_that_are_others_than_before_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    _tell_names({"head.weight", "bias"}, {"head.weight", "bias"})
+    assert not caplog.records
+    _tell_names({"head.weight", "out.LayerNorm.weight"}, {"head.weight", "layernorm.weight"})
+    (record,) = caplog.records
+    assert "out.LayerNorm.weight and 0 others are gone" in record.getMessage()
+    assert "there are layernorm.weight and 0 others" in record.getMessage()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from recorded import Recorded
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import PartitionError
+from smdistributed.modelparallel.common.errors import PartitionError, UnsupportedError
+from smdistributed.modelparallel.torch.planning.changed_buffers import check_shared
 from smdistributed.modelparallel.torch.record.ir import NodeKind
 from smdistributed.modelparallel.torch.stepping.placing import idle_partitions, kept_whole
 
@@ -58,6 +61,38 @@ def test_fixed_partitions_are_kept_and_own_their_parameters() -> None:
         assert placement.owner_of((modules[name], "weight")) == index
         assert not placement.is_everywhere((modules[name], "weight"))
     assert placement.is_everywhere((module, "offset"))
+
+
+class Masked(nn.Linear):
+    """Reads a buffer that others may have, too, or changes it."""
+
+    def __init__(self, mask: torch.Tensor, *, changes: bool = False) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mask", mask)
+        self.changes = changes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.changes:
+            self.mask.data.mul_(0.5)
+        return super().forward(x) * self.mask
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_each_partition_has_a_copy_of_a_shared_buffer_that_nothing_changes(changes: bool) -> None:
+    mask = torch.ones(WIDTH)
+    layers = [Masked(mask), Masked(torch.ones(WIDTH)), Masked(mask, changes=changes)]
+    module = nn.Sequential(*layers)
+    recorded = Recorded(module, {"0": 0, "1": 1, "2": 1})
+    graph = recorded.way(module, torch.ones(2, WIDTH)).graph
+    placement = recorded.placement
+    assert placement is not None
+    found = [placement.is_everywhere((layer, "mask")) for layer in layers]
+    assert found == [True, False, True]
+    refused = pytest.raises(
+        UnsupportedError, match=r"2 changes Masked\.mask, a buffer that modules"
+    )
+    with refused if changes else contextlib.nullcontext():
+        check_shared(graph, placement.is_shared)
 
 
 def test_shared_parameters_stay_together() -> None:

@@ -271,3 +271,18 @@ def test_a_step_has_drawn_where_a_generator_has_moved(drops: bool) -> None:
     stream.end()
     stream.begin(12)
     assert not stream.has_drawn
+
+
+def test_python_decides_alike_for_the_examples_of_all_lanes() -> None:
+    """Which layers are left out, say: ranks of a group compute the same ones."""
+    found = []
+    for lane in range(2):
+        step = StepRandom(torch.device("cpu"), 2, lane)
+        step.begin(7)
+        step.enter_pass(0, backward=False)
+        with step.drawing_in_python("layers", 0):
+            numbers = random.random(), np.random.rand()
+        with step.drawing("layers", 0, 0):
+            found.append((numbers, torch.rand(())))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded import Recorded
@@ -94,6 +95,18 @@ def test_an_attribute_is_set_for_all() -> None:
     for _ in range(2):
         assert run().outside
         assert isinstance(found.module[0].inner.latest, PendingNumber)
+
+
+def test_numbers_that_are_known_are_computed_with_as_such() -> None:
+    number, other = PendingNumber(tensor=torch.ones(())), PendingNumber(tensor=torch.ones(()))
+    assert isinstance(number / 2, PendingNumber)
+    number.settle(3.0)
+    assert isinstance(number + other, PendingNumber)
+    for found in (sum([number, 1]) / 2, abs(-number) - 1, round(number - 1.2)):
+        assert type(found) is not PendingNumber
+        assert found == 2
+    assert np.mean([number, 1.0]) == 2
+    torch.testing.assert_close(torch.tensor(np.array([number])), torch.tensor([3.0]).double())
 
 
 @pytest.mark.parametrize(

@@ -274,6 +274,22 @@ def make_whole(tensors: Iterable[torch.Tensor]) -> None:
             make_present(each, each.absent.keeper.answer(asked))
 
 
+def bring_arguments(tensors: Iterable[torch.Tensor]) -> None:
+    """Gives all ranks of a pipeline what a script has computed from what some of them have.
+
+    Collective: PP_GROUP, if there is something.
+
+    Args:
+        tensors: that every rank gives to the same call; a model's own stay where they are.
+    """
+    make_whole(
+        each
+        for each in tensors
+        if (isinstance(each, AbsentTensor) and not each.absent.writes_to_own)
+        or (is_owned(each) and not each.owned.writes_to_own)  # type: ignore[attr-defined]
+    )
+
+
 def _question(func: Any, tensor: AbsentTensor, *, is_everywhere: bool) -> Question:
     about = tensor.absent
     place = place_of(about.origin.digest)
@@ -348,13 +364,13 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
     torch.autograd.graph.increment_version(unchanged)
     here = [value for _, value, _ in written if not _is_absent(value)]
     elsewhere = [value for _, value, _ in written if isinstance(value, AbsentTensor)]
-    if any(each.absent.source.is_own for each in elsewhere):
+    if any(each.absent.writes_to_own for each in elsewhere):
         # The rank that has what is written to asks for the values.
         leave(owned_in((args, kwargs)))
         for one in absent:
-            if len(one.absent.origin.owners) > 1 and not one.absent.source.is_own:
+            if len(one.absent.origin.owners) > 1 and not one.absent.writes_to_own:
                 keeper.answer(_question(func, one, is_everywhere=True))
-    if any(map(keeper.is_here, here)):
+    if any(_writes_here(each, keeper) for each in here):
         return _with_values(func, args, kwargs, is_everywhere=False)
     sharing = {id(value): _sharing_memory(func, value, absent) for value in here}
     origin = _origin(func, args, kwargs)
@@ -380,9 +396,16 @@ def _follow(func: Any, args: Any, kwargs: Any) -> Any:
         if id(value) in originals:
             return originals[id(value)]
         source = _UNKNOWN if call is None else Source(call, number)
-        return new_absent(keeper, value, origin.at(str(number)), source)
+        made = new_absent(keeper, value, origin.at(str(number)), source)
+        made.absent.sees_own = func is _TENSOR.detach and absent[0].absent.writes_to_own
+        return made
 
     return pytree.tree_map(real, result)
+
+
+def _writes_here(tensor: Any, keeper: Keeper) -> bool:
+    """Whether what is written to a tensor is written to one that this rank has, all of it."""
+    return keeper.is_here(tensor) or (is_owned(tensor) and tensor.owned.writes_to_own)
 
 
 def _is_reshaped(value: torch.Tensor, fake: torch.Tensor) -> bool:
@@ -470,8 +493,9 @@ def _write(
         about = tensor.absent
         if fake.shape != tensor.shape:
             tensor.data = vacant(fake, tensor.device)
-        if about.source.is_own:
+        if about.writes_to_own:  # the rank that has it has what it becomes
             about.origin = replace(about.origin, digest=origin.digest)
+            about.source = about.source if about.source.is_own else _UNKNOWN
         else:
             about.source, about.version, about.origin = source, version_of(fake), origin
         return

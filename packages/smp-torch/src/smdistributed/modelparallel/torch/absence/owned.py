@@ -83,15 +83,22 @@ class Owned:
         keeper: knows the other ranks.
         origin: how it came about; its one owner is this rank.
         is_own: whether it is a model's own tensor, or a gradient.
+        sees_own: whether it sees the memory of one, all of it (``.data``).
     """
 
     keeper: OwnerKeeper
     origin: Origin
     is_own: bool = False
+    sees_own: bool = False
+
+    @property
+    def writes_to_own(self) -> bool:
+        """Whether what is written to it is written to a model's own tensor, all of it."""
+        return self.is_own or self.sees_own
 
     def written(self, by: Origin) -> Owned:
         """Returns what is known after a call has written to it."""
-        origin = replace(self.origin, digest=by.digest) if self.is_own else by
+        origin = replace(self.origin, digest=by.digest) if self.writes_to_own else by
         return replace(self, origin=origin)
 
 
@@ -161,7 +168,8 @@ def track(func: Any, args: Any, kwargs: Any) -> Any:
     if func == _SET_GRAD and is_owned(args[1]) and is_owned(args[0]):
         args[1].owned = _of_gradient(args[0])
     if func not in MAKING_LIKE:
-        _own_results(result, (args, kwargs), about.keeper, origin)
+        sees_own = told is _TENSOR.detach and about.writes_to_own
+        _own_results(result, (args, kwargs), about.keeper, origin, sees_own=sees_own)
     return result
 
 
@@ -186,11 +194,13 @@ def with_data(tensor: Any, data: Any) -> Owned:
     return Owned(about.keeper, replace(data.owned.origin, digest=origin.digest))
 
 
-def _own_results(result: Any, arguments: Any, keeper: OwnerKeeper, origin: Origin) -> None:
+def _own_results(
+    result: Any, arguments: Any, keeper: OwnerKeeper, origin: Origin, *, sees_own: bool = False
+) -> None:
     known = set(map(id, _tensors_of(arguments)))
     for place, each in enumerate(_tensors_of(result)):
         if id(each) not in known:
-            own_up(each, Owned(keeper, origin.at(str(place))))
+            own_up(each, Owned(keeper, origin.at(str(place)), sees_own=sees_own))
 
 
 def note_gradients(func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -89,6 +89,7 @@ class Absent:
         source: of its values.
         version: of the fake when the source was noted.
         awaits_gradient: of a parameter: it has a gradient, which nobody has asked for yet.
+        sees_own: whether it sees the memory of a model's own tensor, all of it (``.data``).
     """
 
     keeper: Keeper
@@ -97,6 +98,12 @@ class Absent:
     source: Source
     version: int = 0
     awaits_gradient: bool = False
+    sees_own: bool = False
+
+    @property
+    def writes_to_own(self) -> bool:
+        """Whether what is written to it is written to a model's own tensor, all of it."""
+        return self.sees_own or self.source.is_own
 
     @property
     def names(self) -> frozenset[str]:
@@ -144,7 +151,8 @@ class AbsentTensor(torch.Tensor):
             names = ", ".join(_named(each) for each in found) or "a parameter"
             raise UnsupportedError(
                 f"{func} got {names}, which another partition has, by way of its data or of "
-                f"transforms of torch.func. {REMEDY}"
+                "transforms of torch.func. What is no tensor of the model takes such data by copy_ "
+                f"(average.data.copy_(mean), not average.data = mean). {REMEDY}"
             )
         with past_transforms():
             return found[0].absent.keeper.run(func, args, kwargs)

@@ -33,7 +33,7 @@ from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNod
 from smdistributed.modelparallel.torch.record.calls.forward_hooks import hooks_off
 from smdistributed.modelparallel.torch.record.calls.lifted_hooks import lifted
 from smdistributed.modelparallel.torch.record.calls.regions import Again
-from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
+from smdistributed.modelparallel.torch.record.ir import Frozen, Node, NodeKind, Value
 from smdistributed.modelparallel.torch.record.trace.taps import Tap, tapped
 from smdistributed.modelparallel.torch.state.carried import Carried
 from smdistributed.modelparallel.torch.state.given import has_containers, leaving_as_given
@@ -136,6 +136,21 @@ class flagged:  # noqa: N801 - reads as a function
             vars(module)["training"] = flag
 
 
+@contextlib.contextmanager
+def frozen(parameters: Frozen) -> Iterator[None]:
+    """Has parameters require no gradient, as when a call was recorded."""
+    found = [module._parameters[name] for module, name in parameters]
+    for parameter in found:
+        assert parameter is not None
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in found:
+            assert parameter is not None
+            parameter.requires_grad_(True)
+
+
 class Draws(Protocol):
     """The random numbers of a step."""
 
@@ -211,6 +226,7 @@ class Program:
             "switched": switched,
             "default_dtype": default_dtype,
             "flagged": flagged,
+            "frozen": frozen,
             "checked": _checked,
             "alike": _alike,
             "lifted": lifted,
@@ -355,6 +371,8 @@ class Program:
         seeded = "" if node.draw is None else f"with drawing(*{node.draw!r}): "
         if node.kind is NodeKind.LEAF:
             seeded = f"with flagged({self._constant(node.modules)}, {node.flags!r})"
+            if node.frozen:
+                seeded += f", frozen({self._constant(node.frozen)})"
             if node.decides:
                 seeded += f", {self._constant(self._known_changes(node))}"
             guard = guard_of(node.target, node.name)

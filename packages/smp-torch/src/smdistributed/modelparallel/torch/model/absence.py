@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -71,18 +71,23 @@ class Absence:
         self.is_read = False
         self._num_calls = 0
 
-    def begin(self, model: nn.Module, lacking: Mapping[nn.Module, str]) -> None:
+    def begin(
+        self, model: nn.Module, lacking: Mapping[nn.Module, str], emptied: Container[nn.Module]
+    ) -> None:
         """Watches a model.
 
         Args:
             model: the user's.
             lacking: its modules that are not whole on this rank, with their names.
+            emptied: those in which tensors of other ranks are empty, and no absent ones.
         """
         self.end()
         self._handles.append(model.register_forward_pre_hook(_Watch(self)))
         self._handles.append(model.register_forward_hook(_EndWatch(self), always_call=True))
         self._handles += [
-            module.register_state_dict_pre_hook(_StateWatch(self, name))  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+                _StateWatch(self, name, has_empty=module in emptied)
+            )
             for module, name in lacking.items()
         ]
 
@@ -128,18 +133,20 @@ class Absence:
             self._num_calls -= 1
             calling.end_call()
 
-    def check_state(self, name: str) -> None:
+    def check_state(self, name: str, *, has_empty: bool) -> None:
         """Raises if the state of a module is read that is not here.
 
+        Between steps it has absent tensors, which a script computes with, and which no file takes.
+
         Raises:
-            SMPError: it is.
+            SMPError: it is, in a step, or it has empty tensors.
         """
-        if not self.is_read:
+        if not self.is_read and (has_empty or self._runtime.is_in_step):
             raise SMPError(
                 f"rank {self._runtime.rank} holds one of {self._runtime.topology.pp_size} "
                 f"partitions, so state_dict() of {name or 'the wrapped model'} would hold empty "
-                "tensors. Call state_dict() of the DistributedModel, on every rank: it gathers "
-                "the whole state; local_state_dict() is what this rank holds."
+                "tensors. Call state_dict() of the DistributedModel between steps, on every rank: "
+                "it gathers the whole state; local_state_dict() is what this rank holds."
             )
 
 
@@ -174,9 +181,9 @@ class _EndWatch(_Watch):
 class _StateWatch(_Watch):
     """The same, before the state of a module is read."""
 
-    def __init__(self, absence: Absence, name: str) -> None:
+    def __init__(self, absence: Absence, name: str, *, has_empty: bool) -> None:
         super().__init__(absence)
-        self._name = name
+        self._name, self._has_empty = name, has_empty
 
     def __call__(self, *_: Any) -> None:
-        self._absence.check_state(self._name)
+        self._absence.check_state(self._name, has_empty=self._has_empty)

@@ -64,7 +64,10 @@ from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     slices_as_they_are,
     slices_guarded,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import SlicesAtRest
+from smdistributed.modelparallel.torch.tensor_parallel.slices_at_rest import (
+    SlicesAtRest,
+    whole,
+)
 
 
 class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
@@ -617,7 +620,8 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
     ) -> Any:
         """Loads a whole or a partial state; before partitioning, an own part is kept for it.
 
-        Collective for a partial state: every rank of the PP_GROUP.
+        Collective for a partial state: every rank of the PP_GROUP; for that of a copy in slices: of
+        the TP_GROUP.
 
         Args:
             state_dict: from ``state_dict``, ``local_state_dict`` or the unpartitioned model.
@@ -638,6 +642,9 @@ class DistributedModel(LocalQueries, TensorParallelQueries, JobsOwn, nn.Module):
         self._check_has_values("load_state_dict")
         self.follow_changes()
         state = copy.copy(state_dict)  # keeps torch's metadata
+        for name, value in state_dict.items():
+            if torch.is_tensor(value):
+                state[name] = whole(value)  # type: ignore[index]
         is_partial = state.pop(PARTIAL_KEY, False)  # type: ignore[attr-defined]
         if is_partial and same_partition_load:
             self.holder.when_partitioned(lambda: self._state.load_own(state, strict=strict))

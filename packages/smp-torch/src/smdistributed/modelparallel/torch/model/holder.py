@@ -290,7 +290,15 @@ class Holder:
             for module, name in self.fakes.names.items()
             if any(not self.holds(slot) for slot in self._slots_in(module))
         }
-        self.absence.begin(self.fakes.model, lacking)
+        emptied = {
+            module
+            for module in lacking
+            if not all(
+                self.holds(slot) or isinstance(_tensor(slot), AbsentTensor)
+                for slot in self._slots_in(module)
+            )
+        }
+        self.absence.begin(self.fakes.model, lacking, emptied)
 
     def check_values(self) -> None:
         """Raises if a parameter has been given what only another partition knows.

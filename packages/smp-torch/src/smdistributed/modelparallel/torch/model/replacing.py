@@ -77,9 +77,22 @@ def with_distributed_modules(runtime: TorchRuntime, module: nn.Module) -> nn.Mod
             runtime.replaced_parameters[parameter] = name
     unify_drawn(replaced, group, delayed)
     name_places(replaced)
+    _tell_names(set(before), {name for name, _ in replaced.named_parameters()})
     if replaced is not module:
         refuse_uses(module, replaced)
     return replaced
+
+
+def _tell_names(before: set[str], now: set[str]) -> None:
+    """Warns if scripts that choose parameters by names would choose others than before."""
+    gone, new = sorted(before - now), sorted(now - before)
+    if gone and new:
+        logger.warning(
+            "parameters of distributed modules have names of their own: %s and %s others are gone, "
+            "and there are %s and %s others. A script that chooses parameters by parts of names, "
+            'for weight decay ("LayerNorm.weight") or to freeze them, is to look for these.',
+            *(gone[0], len(gone) - 1, new[0], len(new) - 1),
+        )
 
 
 def refuse_uses(module: nn.Module, replaced: nn.Module) -> None:

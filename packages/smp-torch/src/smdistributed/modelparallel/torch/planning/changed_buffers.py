@@ -6,13 +6,13 @@ A microbatch reads such a buffer on one rank, and keeps what it makes of it ther
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.planning.ranks import changed_buffer
 from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.fakes import Slot
-from smdistributed.modelparallel.torch.record.ir import NodeKind
+from smdistributed.modelparallel.torch.record.ir import Graph, NodeKind, changed_attributes
 from smdistributed.modelparallel.torch.record.trace.replicated import sources
 
 
@@ -60,6 +60,28 @@ def buffers_apart(plans: Collection[Plan]) -> dict[Slot, int]:
 def title_of(slot: Slot) -> str:
     """Returns what a message calls a buffer."""
     return f"{type(slot[0]).__name__}.{slot[1]}"
+
+
+def check_shared(graph: Graph, is_shared: Callable[[Slot], bool]) -> None:
+    """Refuses changes of a buffer of which modules of several partitions have copies.
+
+    Args:
+        graph: of a microbatch.
+        is_shared: whether that is so of a buffer, and one of them stays whole.
+
+    Raises:
+        UnsupportedError: a call changes one.
+    """
+    for node in graph.nodes:
+        kept = [(module, name) for module, names in node.stateful.items() for name in names]
+        written = [value.node.target for value in changed_attributes(node)]
+        for slot in (*kept, *written):
+            if is_shared(slot):
+                raise UnsupportedError(
+                    f"{node.name} changes {title_of(slot)}, a buffer that modules of several "
+                    "partitions share, each of which has a copy. Give each module a buffer of its "
+                    "own, or put the modules on one partition."
+                )
 
 
 def _changed(plans: Iterable[Plan]) -> list[Slot]:

@@ -126,10 +126,35 @@ class Placement:
         """Returns the partition that holds a parameter or buffer."""
         return self._owners[id(self.fakes.slots[slot])]
 
+    @cached_property
+    def _copied(self) -> dict[int, list[Slot]]:
+        # By fakes: what one place has, tied ones have.
+        places: dict[int, list[Slot]] = {}
+        for (module, name), fake in self.fakes.slots.items():
+            if name in module._buffers:
+                places.setdefault(id(fake), []).append((module, name))
+        return {
+            fake: slots
+            for fake, slots in places.items()
+            if any(map(self._is_of_split, slots))
+            or len({self.partition_of[module] for module, _ in slots}) > 1
+        }
+
+    def _is_of_split(self, slot: Slot) -> bool:
+        return self.fakes.names[slot[0]] in self.assignment.containers
+
     def is_everywhere(self, slot: Slot) -> bool:
-        """Tells whether every rank keeps a copy: buffers of split modules, which glue may read."""
-        module, name = slot
-        return name in module._buffers and self.fakes.names[module] in self.assignment.containers
+        """Tells whether every rank keeps a copy.
+
+        Of buffers of split modules, which glue may read, and of those that modules of several
+        partitions share.
+        """
+        return id(self.fakes.slots[slot]) in self._copied
+
+    def is_shared(self, slot: Slot) -> bool:
+        """Tells whether every rank has a copy of a buffer of a module that stays whole."""
+        slots = self._copied.get(id(self.fakes.slots[slot]), [])
+        return not all(map(self._is_of_split, slots))
 
 
 def decide(

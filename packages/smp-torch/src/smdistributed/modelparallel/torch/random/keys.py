@@ -498,7 +498,8 @@ class StepRandom:
         """
         if self.captured is not None:
             raise UnsupportedError(f"{name} draws from a generator of Python or NumPy")
-        seed = self.seed_of((name, call, 0), self._lane)
+        # One number decides for the examples of all lanes, as which layers run.
+        seed = self.seed_of((name, call, 0), 0)
         former = random.getstate()
         numpy = sys.modules.get("numpy")
         former_numpy = numpy.random.get_state() if numpy is not None else None

@@ -43,6 +43,9 @@ from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 #: Constants up to this many elements are compared by value.
 _SMALL = 1 << 16
 
+#: Parameters that require no gradient in a call, and do outside: modules, their names there.
+Frozen = tuple[tuple[nn.Module, str], ...]
+
 
 class NodeKind(enum.Enum):
     """What a node does."""
@@ -164,6 +167,7 @@ class Node:
         grad_enabled, autocast, default_dtype: the state it ran under.
         switches: of PyTorch's backends, that were set since the start of the step.
         modules, flags: LEAF: it and the modules in it, and whether each of them trained.
+        frozen: LEAF: parameters in it that required no gradient in the call.
         stateful: LEAF: the modules in it, with the names of the attributes, buffers and parameters
             that it changes.
         decides: LEAF: it decides by numbers that fakes do not have.
@@ -215,6 +219,7 @@ class Node:
     switches: Changes = ()
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
+    frozen: Frozen = ()
     stateful: Mapping[nn.Module, set[str]] = field(default_factory=dict)
     decides: bool = False
     in_turn: str = ""
@@ -321,7 +326,7 @@ class Node:
             (self.kind, self.name) == (other.kind, other.name)
             and (self.grad_enabled, self.autocast) == (other.grad_enabled, other.autocast)
             and (self.switches, self.default_dtype) == (other.switches, other.default_dtype)
-            and self.flags == other.flags
+            and (self.flags, self.frozen) == (other.flags, other.frozen)
             and (self.lifted, self.lifts) == (other.lifted, other.lifts)
             and self.outside == other.outside
             and equal(self.structure, other.structure, operator.eq)

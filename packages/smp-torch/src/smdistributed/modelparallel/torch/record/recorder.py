@@ -44,6 +44,7 @@ from smdistributed.modelparallel.torch.record.calls.refusals import (
     NowhereError,
     exchanges_stand_ins,
     hooks_stand_ins,
+    switched_how,
 )
 from smdistributed.modelparallel.torch.record.calls.regions import Again, BuffersWatched
 from smdistributed.modelparallel.torch.record.calls.remembering import keep_remembering_whole
@@ -323,6 +324,8 @@ class Recorder(TorchFunctionMode):
     def _finish(self, result: Any) -> Passed:
         now = self._now
         self._check_put_back()
+        for slot in self._scene.frozen.values():
+            raise switched_how(*slot, "and left so when the step function ends")
         self._calls.finish()
         if now.new is not None:
             keep_remembering_whole(self._context, now, self._deed_of)
@@ -504,6 +507,11 @@ class Recorder(TorchFunctionMode):
                 return self._new.draw(func, args, kwargs)
             if func == SETTING_DATA and self._only_numbers(*args):
                 func = put_data
+            elif func in SWITCHING_GRADIENTS and self._switches(func, args):
+                return args[0]
+            elif self._scene.frozen and self._reads_frozen((args, kwargs)):
+                args, kwargs = map_tensors((args, kwargs), self._as_frozen)
+                return self.__torch_function__(func, types, args, kwargs)
             elif is_foreach(func) and (len(args[0]) > 1):
                 # Its tensors may lie on several partitions.
                 call = functools.partial(self.__torch_function__, func, types)
@@ -538,18 +546,37 @@ class Recorder(TorchFunctionMode):
             data = self._now.fake(data)
             return can_be_put(fake, data) and not self._scene.slots_in(data)
 
+    def _switches(self, func: Any, args: Any) -> bool:
+        """Has a parameter require no gradient, or again one, if it is one, for what comes then."""
+        fake = self._now.fake(args[0])
+        if id(fake) not in self._scene.slots:
+            return False
+        with self._state.pausing():
+            self._scene.freeze(fake, not args[1] if len(args) > 1 else False)
+        return True
+
+    def _reads_frozen(self, arguments: Any) -> bool:
+        return any(id(self._now.fake(each)) in self._scene.frozen for each in tensors_in(arguments))
+
+    def _as_frozen(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what code between modules reads of a parameter that requires no gradient now."""
+        fake = self._now.fake(tensor)
+        if id(fake) not in self._scene.frozen:
+            return tensor
+        slot = self._scene.frozen.pop(id(fake))
+        with self._state.pausing():
+            fake.requires_grad_(True)  # as all other reads of it find it
+        try:
+            found: torch.Tensor = self.__torch_function__(torch.Tensor.detach, (), (fake,))
+        finally:
+            self._scene.frozen[id(fake)] = slot
+            with self._state.pausing():
+                fake.requires_grad_(False)
+        return found
+
     def _refuse(self, func: Any, args: Any) -> None:
         if func in HOOKING_GRADIENTS:
             self._check_hooked(args[0])
-        if (
-            func in SWITCHING_GRADIENTS
-            and not self._state.leaf_depth
-            and id(self._now.fake(args[0])) in self._scene.slots
-        ):
-            raise UnsupportedError(
-                f"requires_grad of a parameter is changed in {self._calls.where()} while a "
-                "pipelined step runs. Change it between two calls of step functions."
-            )
         if (
             func is torch.Tensor.__deepcopy__
             and not self._state.leaf_depth

@@ -19,8 +19,9 @@ from smdistributed.modelparallel.torch.record.calls.lifted_hooks import (
     LiftedHooks,
     has_gradient_hooks,
 )
+from smdistributed.modelparallel.torch.record.calls.refusals import switched_how
 from smdistributed.modelparallel.torch.record.fakes import FakeModel, Slot
-from smdistributed.modelparallel.torch.record.ir import Leaf
+from smdistributed.modelparallel.torch.record.ir import Frozen, Leaf
 from smdistributed.modelparallel.torch.record.leaves.gradient_hooks import GradientHook
 from smdistributed.modelparallel.torch.record.leaves.surroundings import Surroundings
 from smdistributed.modelparallel.torch.record.trace.stored import fakes_in
@@ -59,6 +60,8 @@ class Scene:
         lent: leaf -> where its calls find tensors that are lent to them.
         states: leaf -> the Python state that it can see, as it was when it was called.
         caches: of functions, which may keep fakes.
+        frozen: the parameters, by the ids of fakes, that the code of a microbatch has require no
+            gradient for what comes then.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Scene:
         self.lent: dict[nn.Module, dict[Spot, None]] = {}
         self.states: dict[nn.Module, Snapshot] = {}
         self.caches = FunctionCaches()
+        self.frozen: dict[int, Slot] = {}
         self.names = {module: name for model in models for module, name in model.names.items()}
         self.lifted = LiftedHooks(self.names, {model.model for model in models})
         self.draw_names = {
@@ -137,6 +141,7 @@ class Scene:
             for model in self.models:
                 stack.enter_context(model.in_place())
             self._real = {key: fake for model in self.models for key, fake in model.real.items()}
+            self.frozen = {}
             try:
                 yield
             finally:
@@ -222,6 +227,31 @@ class Scene:
     def flags_of(self, leaf: nn.Module) -> tuple[bool, ...]:
         """Returns whether each module in a leaf trains."""
         return tuple(map(_TRAINING, self.inner_of(leaf)))
+
+    def freeze(self, fake: torch.Tensor, flag: bool) -> None:
+        """Has a parameter require no gradient in the calls that follow, or as outside the step.
+
+        Raises:
+            UnsupportedError: it would require one that requires none outside.
+        """
+        _, slot = self.slots[id(fake)]
+        requires_grad = self.real_of(*slot).requires_grad
+        if not flag and not requires_grad:
+            raise switched_how(*slot, "from False to True")
+        fake.requires_grad_(requires_grad and not flag)
+        if requires_grad and flag:
+            self.frozen[id(fake)] = slot
+        else:
+            self.frozen.pop(id(fake), None)
+
+    def frozen_in(self, leaf: nn.Module) -> Frozen:
+        """Returns the parameters in a leaf that require no gradient now, and do outside."""
+        return tuple(
+            (module, name)
+            for module in (self.inner_of(leaf) if self.frozen else ())
+            for name, fake in module._parameters.items()
+            if fake is not None and id(fake) in self.frozen
+        )
 
     def slots_in(self, tensor: torch.Tensor) -> frozenset[Slot]:
         """Returns the parameters and buffers in whose memory a tensor lies."""

@@ -27,7 +27,11 @@ from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, past_recording
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
-from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_apart, title_of
+from smdistributed.modelparallel.torch.planning.changed_buffers import (
+    buffers_apart,
+    check_shared,
+    title_of,
+)
 from smdistributed.modelparallel.torch.planning.segments import Plan, cut
 from smdistributed.modelparallel.torch.planning.shared_hooks import check_shared_hooks
 from smdistributed.modelparallel.torch.planning.spread_gradients import spread_gradients
@@ -499,6 +503,7 @@ class Lockstep:
 
     def _cut(self, graph: Graph) -> Plan:
         """Cuts a graph along the partition."""
+        check_shared(graph, self._is_shared)
         return cut(graph, self._partition_of(), self._owner_of(), self._tracing.costs)
 
     def _bring_buffers_together(self) -> None:
@@ -517,6 +522,14 @@ class Lockstep:
             for slot, rank in apart.items():
                 keep_on(way.graph, slot, title_of(slot), rank)
             way.plan = self._plan(way)
+
+    def _is_shared(self, slot: Slot) -> bool:
+        """Whether a buffer has copies on all ranks, of which modules that stay whole read some."""
+        return any(
+            model.holder.placement.is_shared(slot)
+            for model in models_of(self._runtime)
+            if model.holder.partitioned and slot in model.holder.fakes.slots
+        )
 
     def _owner_of(self) -> Callable[[Slot], int]:
         """Returns what tells the partition that holds a parameter."""

@@ -29,6 +29,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.planning.simulator import TimedAction, Timeline, Transfer
+from smdistributed.modelparallel.torch.absence.following import bring_arguments
 from smdistributed.modelparallel.torch.activations.horizon import Pass
 from smdistributed.modelparallel.torch.activations.kept import SavingHooks
 from smdistributed.modelparallel.torch.compat.private.distributed import collectives_seen
@@ -64,6 +65,7 @@ from smdistributed.modelparallel.torch.stepping.replaying import Replays
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
 from smdistributed.modelparallel.torch.stepping.static import StaticPasses
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 
 class PipelinedStep(StepOnFakes):
@@ -117,6 +119,7 @@ class PipelinedStep(StepOnFakes):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs one mini-batch; see ``StepFunction``."""
         self.runtime.departures.check_intact()
+        bring_arguments(tensors_in((args, kwargs)))
         if self.runtime.published is not None:
             self.runtime.published.begin_step()
         self._give_shapes(args, kwargs)

@@ -216,7 +216,9 @@ def _of_slices_again(ctx: Any, gradient: torch.Tensor) -> Any:
         _, of_weight, of_bias, *rest = _SlicedLinear.gradients(ctx, gradient, of_input=False)
     of_tensor = None
     if ctx.needs_input_grad[0]:
-        turned = weight.conj().to(gradient.dtype).t()
+        # One that was frozen in the first product is in this one, whatever it is by now.
+        used = weight if ctx.needs_input_grad[1] else weight.detach()
+        turned = used.conj().to(gradient.dtype).t()
         of_tensor = _apply(gradient, turned, None, None, ctx.share).to(ctx.dtype)
     return of_tensor, no_further(of_weight, gradient), no_further(of_bias, gradient), *rest
 

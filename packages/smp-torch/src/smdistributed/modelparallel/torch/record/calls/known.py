@@ -128,6 +128,7 @@ class KnownCalls:
             return True
         return (
             entry.flags == context.scene.flags_of(entry.target)
+            and entry.frozen == context.scene.frozen_in(entry.target)
             and entry.lifted == context.scene.lifted.inside(entry.modules)
             and entry.hooks == context.scene.forward_hooks_in(entry.modules)
             and all(self._is_in_state(carried, before) for carried, before in entry.held)

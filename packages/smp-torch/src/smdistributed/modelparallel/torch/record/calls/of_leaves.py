@@ -20,6 +20,7 @@ from smdistributed.modelparallel.torch.record.calls.held import HeldObjects
 from smdistributed.modelparallel.torch.record.calls.known import KnownCalls
 from smdistributed.modelparallel.torch.record.calls.outside import OutsideHooks
 from smdistributed.modelparallel.torch.record.calls.reaching import Reaching
+from smdistributed.modelparallel.torch.record.calls.refusals import switched_how
 from smdistributed.modelparallel.torch.record.leaves.attributes import LeafAttributes
 from smdistributed.modelparallel.torch.record.leaves.runs import Watch
 from smdistributed.modelparallel.torch.record.leaves.spans import (
@@ -258,6 +259,9 @@ class LeafCalls:
         entry.region = self._state.region
         entry.modules = self._scene.inner_of(module)
         entry.flags = self._scene.flags_of(module)
+        entry.frozen = self._scene.frozen_in(module)
+        if entry.frozen and entry.region is not None:
+            raise switched_how(*entry.frozen[0], f"in a checkpointed call, for {name}")
         entry.hooks = self._scene.forward_hooks_in(entry.modules)
         entry.refusal = gradient_lost(entry, tensors_in((args, kwargs)))
         entry.held = [

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.data import SETTING_DATA
@@ -81,4 +82,18 @@ def hooks_stand_ins(where: str) -> UnsupportedError:
         f"a node of autograd was given a hook in {where} while a pipelined step runs: it is of a "
         "recording, and no backward pass comes to it. Put hooks on parameters before or between "
         "calls of step functions, or do it inside one module that stays whole."
+    )
+
+
+def switched_how(module: nn.Module, name: str, how: str) -> UnsupportedError:
+    """Returns the error for a parameter that is switched where ranks cannot follow.
+
+    Args:
+        module, name: where the parameter is.
+        how: it is used, or left.
+    """
+    return UnsupportedError(
+        f"requires_grad of {type(module).__name__}.{name} is changed while a pipelined step runs, "
+        f"{how}. Set it to False around calls of modules, and back before the step function ends, "
+        "or change it between two calls of step functions."
     )

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
@@ -104,6 +105,10 @@ class PendingNumber:
     def __bool__(self) -> bool:
         return bool(self.value())
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        """Has NumPy take it for a number."""
+        return np.asarray(self.value(), dtype)
+
     def __eq__(self, other: object) -> bool:
         return bool(self.value() == plain(other))
 
@@ -140,8 +145,12 @@ class PendingNumber:
             else:
                 number = self.tensor
             return function(other, number) if swapped else function(number, other)
-        operands = (other, self) if swapped else (self, other)
-        return PendingNumber(operands, function, where=self._where)
+        return self._of((other, self) if swapped else (self, other), function)
+
+    def _of(self, operands: tuple[Any, ...], function: Callable[..., Any]) -> Any:
+        """Returns what a function gives of numbers: a plain one if all of them are known."""
+        made = PendingNumber(operands, function, where=self._where)
+        return made.value() if made._is_known else made
 
     def _on_tensors(self) -> Any:
         """Returns the computation on the tensors that the numbers are taken from."""
@@ -162,13 +171,13 @@ class PendingNumber:
         )
 
     def __neg__(self) -> Any:
-        return PendingNumber((self,), operator.neg, where=self._where)
+        return self._of((self,), operator.neg)
 
     def __abs__(self) -> Any:
-        return PendingNumber((self,), abs, where=self._where)
+        return self._of((self,), abs)
 
     def __round__(self, digits: int | None = None) -> Any:
-        return PendingNumber((self, digits), round, where=self._where)
+        return self._of((self, digits), round)
 
 
 def plain(other: Any) -> Any:

@@ -22,7 +22,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.record.calls.forward_hooks import HookCall, Signature
 from smdistributed.modelparallel.torch.record.calls.regions import Region
 from smdistributed.modelparallel.torch.record.costs.work import Work
-from smdistributed.modelparallel.torch.record.ir import Graph, Value
+from smdistributed.modelparallel.torch.record.ir import Frozen, Graph, Value
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.snapshot import Change
 from smdistributed.modelparallel.torch.state.spots import Spot
@@ -121,6 +121,7 @@ class Entry:
         settings: under which it was called.
         modules: LEAF: it and the modules in it.
         flags: LEAF: whether each of them trains.
+        frozen: LEAF: parameters in it that require no gradient in the call.
         result: template of what it gave; BACKWARD: the watched activations that it comes to, in
             the order in which it does.
         is_fixed: the result itself can be given again: nobody can change it.
@@ -181,6 +182,7 @@ class Entry:
     settings: Settings | None = None
     modules: tuple[nn.Module, ...] = ()
     flags: tuple[bool, ...] = ()
+    frozen: Frozen = ()
     result: Any = None
     is_fixed: bool = True
     outputs: list[tuple[Path, torch.Tensor]] = field(default_factory=list)

@@ -196,6 +196,7 @@ class Values:
             default_dtype=settings.default_dtype,
             modules=entry.modules,
             flags=entry.flags,
+            frozen=entry.frozen,
             draw=entry.draw,
             draws=entry.draws if entry.draw is None else True,
             region=entry.region,
