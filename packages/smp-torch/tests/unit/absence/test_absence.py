@@ -33,6 +33,7 @@ from smdistributed.modelparallel.torch.absence.tensors import (
 )
 from smdistributed.modelparallel.torch.absence.values import Question, answer
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.published import NotPublishedError, Published
 
 CPU = torch.device("cpu")
@@ -47,10 +48,14 @@ class Pipeline:
         self.store = dist.HashStore()
 
     def exchange(self, own: int, mine: Any) -> list[Any]:
-        self._told[own] = mine
+        # As between processes: no thread has the tensors of another one.
+        self._told[own] = TORCH_CODEC.dumps(mine)
         try:
             self._barrier.wait()
-            told = list(self._told)
+            told = [
+                mine if rank == own else TORCH_CODEC.loads(each)
+                for rank, each in enumerate(self._told)
+            ]
             self._barrier.wait()
         except threading.BrokenBarrierError as error:
             raise CommError("nobody came", rank=own) from error
