@@ -238,7 +238,7 @@ class Lockstep:
                         said = self._hear()
                     is_hearing = False
                     if said is None:
-                        raise _not_decided_here()
+                        raise _not_decided_on(self._runtime.rank)
                     is_last = self._is_last(batch, said)
                     for position, answers in enumerate(said.answers, 1):
                         is_last_told = position == len(said.answers)
@@ -253,7 +253,7 @@ class Lockstep:
                         )
                         self._pass(recorder, batch, given)
                         if self._is_asked:
-                            raise _not_decided_here()
+                            raise _not_decided_on(self._runtime.rank)
         except Exception as error:
             if is_hearing:
                 raise
@@ -638,10 +638,10 @@ def _share_of(models: Sequence[DistributedModel], weight: float, module: nn.Modu
     return weight if model.data_parallel.gradient_scale == "mean" else 1.0
 
 
-def _not_decided_here() -> SMPError:
+def _not_decided_on(rank: int) -> SMPError:
     return SMPError(
-        "the first rank of the pipeline makes a decision that is not made here: every rank must "
-        "run the same code with the same settings."
+        f"the first rank of the pipeline makes a decision that is not made here, on rank {rank}: "
+        "every rank must run the same code with the same settings."
     )
 
 
