@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from world import pipeline, run
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.testing import Worlds
+from smdistributed.modelparallel.torch.api.slot import slot
+from smdistributed.modelparallel.torch.stepping import placing
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
@@ -83,6 +86,34 @@ def test_auto_does_without_and_says_why(worlds: Worlds, is_bare: bool, reason: s
     (line,) = first[1]
     assert line.startswith(f"no V-shaped partition: {reason}")
     assert not second[1]
+
+
+def without_a_name(usual: str) -> tuple[list[int], str]:
+    """Compares a model of a job that names no order, on what looks like GPUs where it is asked."""
+    runtime = slot.get()
+    assert not runtime.has_open_order
+    runtime.has_open_order = True
+    with (
+        mock.patch.object(placing, "usual_order", return_value=usual) as asked,
+        mock.patch.object(torch.cuda, "get_device_name", return_value="NVIDIA H200"),
+    ):
+        found, _ = compared(8)
+    assert asked.call_count == 1
+    assert not runtime.has_open_order
+    order, runtime.order = runtime.order, runtime.config.pipeline  # others have the world next
+    return found, order
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks like a host without GPUs")
+@pytest.mark.parametrize(
+    ("usual", "expected"),
+    [("auto", [0, 0, 1, 1, 1, 1, 0, 0]), ("interleaved", [0, 0, 0, 0, 1, 1, 1, 1])],
+)
+def test_the_first_partition_decides_where_no_order_is_named(
+    worlds: Worlds, usual: str, expected: list[int]
+) -> None:
+    world = pipeline(2, launcher="fork")
+    assert run(worlds, world, without_a_name, usual) == ((expected, usual),) * 2
 
 
 def in_v() -> list[list[int]]:
