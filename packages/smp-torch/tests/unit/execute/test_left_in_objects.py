@@ -208,7 +208,8 @@ CHANGES = (
     *("shelf.total, shelf.other = shelf.other, shelf.total", "shelf.log.total = shelf.other"),
     *("shelf.log = type(shelf.log)()", "shelf.drawers = dict(shelf.drawers)"),
 )
-PLACES = ((0, 1, 1, 0), (1, 0, 1, 0))
+#: Where the layers are.
+PLACES = (BACK_AND_FORTH, pytest.param((1, 0, 1, 0), marks=pytest.mark.slow))
 
 
 def outcome(module: Layers, plan: Plan, x: torch.Tensor) -> str:
@@ -242,11 +243,14 @@ def test_what_is_changed_later_is_found_or_refused(change: str, places: tuple[in
     assert "refused" in outcomes[1:]
 
 
+@pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("changes", [*itertools.pairwise(CHANGES[:14] + CHANGES[4:7])])
-def test_what_two_change_is_done_to_all_copies(changes: tuple[str, str]) -> None:
+def test_what_two_change_is_done_to_all_copies(
+    changes: tuple[str, str], places: tuple[int, ...]
+) -> None:
     """Also where the first one gives what the second one changes another place."""
     exact = 0
-    for places, order in itertools.product(PLACES, (changes, changes[::-1])):
+    for order in (changes, changes[::-1]):
         torch.manual_seed(0)
         module, x = Layers(Shelf), torch.randn(3, WIDTH)
         for layer, change in zip(module.layers, order, strict=False):
