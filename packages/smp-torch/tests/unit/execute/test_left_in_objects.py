@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import dataclasses
 import itertools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded import CPU, Recorded
@@ -154,6 +158,50 @@ def test_what_others_count_on_has_to_be_left(later: str) -> None:
     module.layers[2].later = LEFT[later]
     with pytest.raises(UnsupportedError, match=r"layers\.2 leaves something else in an object"):
         run(plan, x)
+
+
+#: What has contents that no attribute shows, how a layer changes it, and what it shows then.
+HIDDEN: dict[str, tuple[Callable[[], Any], str, Callable[[Any], float]]] = {
+    "an array of NumPy": (lambda: np.zeros(3), "shelf.hidden += 1", lambda it: float(it.sum())),
+    "bytes": (lambda: bytearray(2), "shelf.hidden[0] += 1", lambda it: it[0]),
+    "an array": (lambda: array.array("i", [0]), "shelf.hidden[0] += 1", lambda it: it[0]),
+    "a set": (set, "shelf.hidden.add(len(shelf.hidden))", len),
+    "counts": (collections.Counter, "shelf.hidden.update('a')", lambda it: it["a"]),
+    "an order": (
+        lambda: collections.OrderedDict(a=1, b=2),
+        "shelf.hidden.move_to_end('a'); shelf.hidden[len(shelf.hidden)] = 1",
+        lambda it: len(it) + 10 * [*it].index("a"),
+    ),
+    "numbers": (lambda: types.SimpleNamespace(numbers=0), "shelf.hidden.numbers += 1", vars),
+}
+
+
+@pytest.mark.parametrize("is_later", [False, True])
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_contents_that_no_attribute_shows_are_on_all_copies(kind: str, is_later: bool) -> None:
+    make, change, shown = HIDDEN[kind]
+
+    def shelf() -> Any:
+        found = Shelf()
+        found.hidden = make()  # type: ignore[attr-defined]
+        return found
+
+    def reads(shelf: Any, y: torch.Tensor) -> torch.Tensor:
+        found = shown(shelf.hidden)
+        return y * (1 + (found["numbers"] if isinstance(found, dict) else found))
+
+    torch.manual_seed(0)
+    module, x = Layers(shelf), torch.randn(3, WIDTH)
+    if not is_later:
+        for layer in module.layers:
+            layer.later = _run_by(change)
+    plan = Recorded(module, {f"layers.{n}": p for n, p in enumerate(BACK_AND_FORTH)}).plan(
+        module, x
+    )
+    module.layers[3].later = reads
+    if is_later:
+        module.layers[1].later = _run_by(change)
+    assert outcome(module, plan, x) == ("refused" if is_later else "exact")
 
 
 class Shelf:

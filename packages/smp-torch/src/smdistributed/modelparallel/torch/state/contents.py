@@ -5,9 +5,12 @@ What was done to one object can be done to another one like it.
 
 from __future__ import annotations
 
+import array
 import collections
 import copy
+import enum
 import operator
+import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -32,6 +35,8 @@ def state_of(obj: Any, depth: int = _DEPTH, seen: dict[int, int] | None = None) 
         return obj
     if type(obj).__module__ == "numpy" and hasattr(obj, "tobytes"):
         return type(obj), obj.tobytes(), ()
+    if isinstance(obj, _BUFFERS):
+        return type(obj), bytes(obj), ()
     is_container = isinstance(obj, Mapping | list | tuple | set | frozenset | collections.deque)
     if not is_container and (isinstance(obj, type | torch.nn.Module) or callable(obj)):
         return obj
@@ -89,6 +94,8 @@ def same_in_objects(want: Any, got: Any) -> bool:
 _Way = tuple["_Way", Any] | None
 _SEQUENCES = (list, set, collections.deque)
 _CONTAINERS = (dict, *_SEQUENCES)
+#: What has numbers and no objects in it, as arrays of NumPy have.
+_BUFFERS = (bytearray, array.array)
 
 
 class Opaque:
@@ -122,6 +129,7 @@ class Contents:
         self._nodes, self._ways = walked(self.obj, self._but_for)
         self._places = {id(node): place for place, node in enumerate(self._nodes)}
         self._before = [items_of(node) for node in self._nodes]
+        self._buffers = [place for place, node in enumerate(self._nodes) if _is_buffer(node)]
         dicts = [node for node in self._nodes if isinstance(node, dict)]
         named = [node for node in self._nodes if hasattr(node, "__dict__")]
         sequences = [node for node in self._nodes if isinstance(node, _SEQUENCES)]
@@ -148,7 +156,9 @@ class Contents:
 
     def is_current(self) -> bool:
         """Whether nothing has been put into them, or taken out, since."""
-        return self._identities.are_current()
+        return self._identities.are_current() and all(
+            same_items(self._before[place], items_of(self._nodes[place])) for place in self._buffers
+        )
 
     def changed(self) -> list[Any]:
         """Returns those into which something has been put since, or out of which it was taken."""
@@ -270,9 +280,37 @@ class _Attribute(NamedTuple):
 def _has_contents(obj: Any) -> bool:
     if isinstance(obj, _WITHOUT_CONTENTS):
         return False
-    if isinstance(obj, _CONTAINERS):
+    if isinstance(obj, _CONTAINERS) or _is_buffer(obj):
         return True
     return not callable(obj) and not is_plain_value(obj) and has_attributes(obj)
+
+
+class _OfBuffers(enum.Enum):
+    """The key of all numbers of a buffer, as bytes."""
+
+    NUMBERS = enum.auto()
+
+
+def _is_buffer(obj: Any) -> bool:
+    if isinstance(obj, _BUFFERS):
+        return True
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and isinstance(obj, numpy.ndarray)
+        and obj.flags.writeable
+        and not obj.dtype.hasobject
+    )
+
+
+def _put_numbers(obj: Any, numbers: bytes) -> None:
+    if isinstance(obj, bytearray):
+        obj[:] = numbers
+    elif isinstance(obj, array.array):
+        del obj[:]
+        obj.frombytes(numbers)
+    else:
+        obj[...] = sys.modules["numpy"].frombuffer(numbers, obj.dtype).reshape(obj.shape)
 
 
 def _is_in(memory: Collection[int], item: Any) -> bool:
@@ -295,16 +333,23 @@ def _inner(items: Mapping[Any, Any]) -> list[int]:
 
 def items_of(obj: Any) -> dict[Any, Any]:
     """Returns what is in a container, by key or position, or the attributes of an object."""
+    if _is_buffer(obj):
+        return {_OfBuffers.NUMBERS: bytes(obj) if isinstance(obj, _BUFFERS) else obj.tobytes()}
     if not isinstance(obj, _CONTAINERS):
         return dict(own_attributes(obj))
-    items = dict(dict.items(obj)) if isinstance(obj, dict) else dict(enumerate(obj))
+    if isinstance(obj, collections.OrderedDict):
+        items = dict(collections.OrderedDict.items(obj))  # in its own order
+    else:
+        items = dict(dict.items(obj)) if isinstance(obj, dict) else dict(enumerate(obj))
     if type(obj) not in _CONTAINERS:
         items |= {_Attribute(name): item for name, item in attributes_of(obj).items()}
     return items
 
 
 def same_items(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
-    """Whether two have the very same items, in one order."""
+    """Whether two have the very same items, in one order; of numbers equal ones."""
+    if _OfBuffers.NUMBERS in one:
+        return one == other
     return list(one) == list(other) and all(map(operator.is_, one.values(), other.values()))
 
 
@@ -348,6 +393,9 @@ def reached(obj: Any, way: Iterable[Any]) -> Any:
 
 def refill(obj: Any, items: dict[Any, Any]) -> None:
     """Has a container or object contain these items, and nothing else."""
+    if _is_buffer(obj):
+        _put_numbers(obj, items[_OfBuffers.NUMBERS])
+        return
     if not isinstance(obj, _CONTAINERS):
         _refill_attributes(obj, items)
         return
@@ -357,10 +405,11 @@ def refill(obj: Any, items: dict[Any, Any]) -> None:
         _refill_attributes(obj, attributes)
         entries = {key: items[key] for key in items if not isinstance(key, _Attribute)}
     # Past what a subclass makes of it.
-    kind: Any = next(kind for kind in _CONTAINERS if isinstance(obj, kind))
+    kinds = (collections.OrderedDict, *_CONTAINERS)
+    kind: Any = next(kind for kind in kinds if isinstance(obj, kind))
     kind.clear(obj)
-    put_in = kind.update if kind in (dict, set) else kind.extend
-    put_in(obj, entries if kind is dict else entries.values())
+    put_in = kind.update if issubclass(kind, dict | set) else kind.extend
+    put_in(obj, entries if issubclass(kind, dict) else entries.values())
 
 
 def _refill_attributes(obj: Any, attributes: dict[str, Any]) -> None:
