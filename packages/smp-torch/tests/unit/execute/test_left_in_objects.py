@@ -160,9 +160,43 @@ def test_what_others_count_on_has_to_be_left(later: str) -> None:
         run(plan, x)
 
 
+@pytest.mark.parametrize("change", ["shelf.first[0] += 1", "shelf.first.append(3)"])
+def test_what_another_module_changes_where_one_is_known_to_is_seen(change: str) -> None:
+    torch.manual_seed(0)
+    module, x = Layers(Shelf), torch.randn(3, WIDTH)
+    module.layers[1].later = _run_by("shelf.first.append(2)")
+    plan = Recorded(module, {f"layers.{n}": p for n, p in enumerate(BACK_AND_FORTH)}).plan(
+        module, x
+    )
+    module.layers[2].later = _run_by(change)
+    module.layers[3].later = _reads
+    assert outcome(module, plan, x) == "refused"
+
+
+def test_tensors_of_one_memory_are_so_in_copies() -> None:
+    def shelf() -> Any:
+        found = Shelf()
+        found.seen = found.total[1:]  # type: ignore[attr-defined]
+        return found
+
+    torch.manual_seed(0)
+    module, x = Layers(shelf), torch.randn(3, WIDTH)
+    module.layers[0].later = _run_by("shelf.total[2] += 1")
+    plan = Recorded(module, {f"layers.{n}": p for n, p in enumerate(BACK_AND_FORTH)}).plan(
+        module, x
+    )
+    module.layers[3].later = lambda shelf, y: y * shelf.seen.sum()
+    assert outcome(module, plan, x) == "exact"
+
+
 #: What has contents that no attribute shows, how a layer changes it, and what it shows then.
 HIDDEN: dict[str, tuple[Callable[[], Any], str, Callable[[Any], float]]] = {
     "an array of NumPy": (lambda: np.zeros(3), "shelf.hidden += 1", lambda it: float(it.sum())),
+    "another size": (
+        lambda: np.zeros(1),
+        "shelf.hidden.resize(len(shelf.hidden) + 1, refcheck=False)",
+        len,
+    ),
     "bytes": (lambda: bytearray(2), "shelf.hidden[0] += 1", lambda it: it[0]),
     "an array": (lambda: array.array("i", [0]), "shelf.hidden[0] += 1", lambda it: it[0]),
     "a set": (set, "shelf.hidden.add(len(shelf.hidden))", len),

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.modes import unseen
+from smdistributed.modelparallel.torch.compat.private.modes import past_subclass_functions, unseen
+from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
 from smdistributed.modelparallel.torch.state.contents import (
     Contents,
     Effects,
@@ -64,6 +65,8 @@ class Carried:
         self.problem: UnsupportedError | None = None
         self._constants: dict[int, torch.Tensor] = {}
         held = list(tensors_held(obj))
+        with past_subclass_functions():
+            wholes = _wholes(held)
         for tensor in held:
             real = constant(tensor)
             if real is None:
@@ -75,6 +78,12 @@ class Carried:
                 )
             else:
                 self._constants[id(tensor)] = real
+        #: Of those that see the memory of another one: which, and how.
+        self._views = {
+            id(each): (id(whole), (each.shape, each.stride(), each.storage_offset()))
+            for each in held
+            if (whole := wholes.get(id(each))) is not None
+        }
         self.pristine = copied(obj)
 
     def __repr__(self) -> str:
@@ -90,8 +99,29 @@ class Carried:
         Args:
             grown: a copy of the pristine one to which something has been done.
         """
-        constants = {key: tensor.clone() for key, tensor in self._constants.items()}
+        constants = {
+            key: real.clone() for key, real in self._constants.items() if key not in self._views
+        }
+        for key, (whole, view) in self._views.items():
+            constants[key] = constants[whole].as_strided(*view)
         return copy.deepcopy(self.pristine if grown is None else grown, constants)
+
+
+def _wholes(held: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Returns, by the identities of tensors that see others' memory, those that have all of it."""
+    wholes = {
+        (storage_of(each), each.dtype): each
+        for each in held
+        if each.layout is torch.strided
+        and each.is_contiguous()
+        and 0 < each.numel() * each.itemsize == each.untyped_storage().nbytes()
+    }
+    found = {
+        id(each): wholes.get((storage_of(each), each.dtype))
+        for each in held
+        if each.layout is torch.strided
+    }
+    return {key: whole for key, whole in found.items() if whole is not None and id(whole) != key}
 
 
 class Left(NamedTuple):
@@ -293,8 +323,7 @@ class Watch:
     def is_all_told(self) -> bool:
         """Whether nothing is changed but what modules are known to change."""
         return all(
-            id(node) in self._told or same_items(before, items_of(node))
-            for node, before in self._before.values()
+            same_items(before, items_of(node)) for node, before in self._before.values()
         ) and all(
             writes_of(tensor) == writes
             or (id(node) in self._told and key not in self._told[id(node)])

@@ -5,12 +5,10 @@ What was done to one object can be done to another one like it.
 
 from __future__ import annotations
 
-import array
 import collections
 import copy
 import enum
 import operator
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -20,6 +18,7 @@ import torch
 from smdistributed.modelparallel.common.containers import attributes_of, slots_in
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_recording
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.state.buffers import is_buffer, numbers_of, put_numbers
 from smdistributed.modelparallel.torch.state.identities import Identities
 from smdistributed.modelparallel.torch.tensors.nested import is_plain_value
 
@@ -33,10 +32,10 @@ def state_of(obj: Any, depth: int = _DEPTH, seen: dict[int, int] | None = None) 
     """Returns what is in an object, as plain data: it stays when the object changes."""
     if isinstance(obj, torch.Tensor) or is_plain_value(obj) or not depth:
         return obj
+    if is_buffer(obj):
+        return type(obj), numbers_of(obj), ()
     if type(obj).__module__ == "numpy" and hasattr(obj, "tobytes"):
         return type(obj), obj.tobytes(), ()
-    if isinstance(obj, _BUFFERS):
-        return type(obj), bytes(obj), ()
     is_container = isinstance(obj, Mapping | list | tuple | set | frozenset | collections.deque)
     if not is_container and (isinstance(obj, type | torch.nn.Module) or callable(obj)):
         return obj
@@ -94,8 +93,6 @@ def same_in_objects(want: Any, got: Any) -> bool:
 _Way = tuple["_Way", Any] | None
 _SEQUENCES = (list, set, collections.deque)
 _CONTAINERS = (dict, *_SEQUENCES)
-#: What has numbers and no objects in it, as arrays of NumPy have.
-_BUFFERS = (bytearray, array.array)
 
 
 class Opaque:
@@ -129,7 +126,7 @@ class Contents:
         self._nodes, self._ways = walked(self.obj, self._but_for)
         self._places = {id(node): place for place, node in enumerate(self._nodes)}
         self._before = [items_of(node) for node in self._nodes]
-        self._buffers = [place for place, node in enumerate(self._nodes) if _is_buffer(node)]
+        self._buffers = [place for place, node in enumerate(self._nodes) if is_buffer(node)]
         dicts = [node for node in self._nodes if isinstance(node, dict)]
         named = [node for node in self._nodes if hasattr(node, "__dict__")]
         sequences = [node for node in self._nodes if isinstance(node, _SEQUENCES)]
@@ -280,37 +277,15 @@ class _Attribute(NamedTuple):
 def _has_contents(obj: Any) -> bool:
     if isinstance(obj, _WITHOUT_CONTENTS):
         return False
-    if isinstance(obj, _CONTAINERS) or _is_buffer(obj):
+    if isinstance(obj, _CONTAINERS) or is_buffer(obj):
         return True
     return not callable(obj) and not is_plain_value(obj) and has_attributes(obj)
 
 
 class _OfBuffers(enum.Enum):
-    """The key of all numbers of a buffer, as bytes."""
+    """The key of all that is in a buffer."""
 
     NUMBERS = enum.auto()
-
-
-def _is_buffer(obj: Any) -> bool:
-    if isinstance(obj, _BUFFERS):
-        return True
-    numpy = sys.modules.get("numpy")
-    return (
-        numpy is not None
-        and isinstance(obj, numpy.ndarray)
-        and obj.flags.writeable
-        and not obj.dtype.hasobject
-    )
-
-
-def _put_numbers(obj: Any, numbers: bytes) -> None:
-    if isinstance(obj, bytearray):
-        obj[:] = numbers
-    elif isinstance(obj, array.array):
-        del obj[:]
-        obj.frombytes(numbers)
-    else:
-        obj[...] = sys.modules["numpy"].frombuffer(numbers, obj.dtype).reshape(obj.shape)
 
 
 def _is_in(memory: Collection[int], item: Any) -> bool:
@@ -333,8 +308,8 @@ def _inner(items: Mapping[Any, Any]) -> list[int]:
 
 def items_of(obj: Any) -> dict[Any, Any]:
     """Returns what is in a container, by key or position, or the attributes of an object."""
-    if _is_buffer(obj):
-        return {_OfBuffers.NUMBERS: bytes(obj) if isinstance(obj, _BUFFERS) else obj.tobytes()}
+    if is_buffer(obj):
+        return {_OfBuffers.NUMBERS: numbers_of(obj)}
     if not isinstance(obj, _CONTAINERS):
         return dict(own_attributes(obj))
     if isinstance(obj, collections.OrderedDict):
@@ -393,8 +368,8 @@ def reached(obj: Any, way: Iterable[Any]) -> Any:
 
 def refill(obj: Any, items: dict[Any, Any]) -> None:
     """Has a container or object contain these items, and nothing else."""
-    if _is_buffer(obj):
-        _put_numbers(obj, items[_OfBuffers.NUMBERS])
+    if is_buffer(obj):
+        put_numbers(obj, items[_OfBuffers.NUMBERS])
         return
     if not isinstance(obj, _CONTAINERS):
         _refill_attributes(obj, items)
