@@ -25,7 +25,7 @@ from smdistributed.modelparallel.common.planning.schedule import (
     Segment,
     SegmentGraph,
 )
-from smdistributed.modelparallel.common.planning.simulator import simulate
+from smdistributed.modelparallel.common.planning.simulator import Timeline, simulate
 from smdistributed.modelparallel.torch.planning.segments import Plan
 
 
@@ -36,11 +36,13 @@ class Ordered(NamedTuple):
         schedule: their order; the segments of an action are those of the microbatch's own plan.
         makespan: how long a simulation took for them, in the unit of the costs.
         in_seconds: whether that is seconds.
+        bubble_fraction: the share of all ranks' time in which they wait.
     """
 
     schedule: Schedule
     makespan: float
     in_seconds: bool
+    bubble_fraction: float
 
 
 def common_schedule(
@@ -89,11 +91,11 @@ def common_schedule(
         )
     )
     in_seconds = _are_timed(plans) or all(plan.in_seconds for plan in plans)
-    return Ordered(schedule, chosen.makespan, in_seconds)
+    return Ordered(schedule, chosen.makespan, in_seconds, chosen.bubble_fraction)
 
 
-def seconds_of(plans: Sequence[Plan], num_ranks: int, schedule: Schedule) -> float:
-    """Returns how long a simulation takes for an order, by what passes of the plans took.
+def timeline_of(plans: Sequence[Plan], num_ranks: int, schedule: Schedule) -> Timeline:
+    """Returns the simulation of an order, by what passes of the plans took.
 
     Args:
         plans: the plan of each microbatch, the same one: the passes of others differ.
@@ -103,7 +105,7 @@ def seconds_of(plans: Sequence[Plan], num_ranks: int, schedule: Schedule) -> flo
     kinds = {action.kind for actions in schedule.ranks for action in actions}
     halves = Kind.WEIGHT_GRADIENTS in kinds
     graph = plans[0].segment_graph(num_ranks, halves=halves, timed=True)
-    return simulate(graph, schedule, len(plans), with_transfers(graph)).makespan
+    return simulate(graph, schedule, len(plans), with_transfers(graph))
 
 
 def _are_timed(plans: Sequence[Plan]) -> bool:

@@ -20,6 +20,7 @@ from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.schedule import Schedule
 from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_in_turn
 from smdistributed.modelparallel.torch.planning.common_schedule import common_schedule, one_by_one
+from smdistributed.modelparallel.torch.planning.other_settings import Setting
 from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.planning.statistics import statistics_in_turn
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
@@ -109,7 +110,7 @@ def schedule_of(runtime: TorchRuntime, plans: Plans) -> Schedule:
     reasons = dict.fromkeys(reason for plan in plans for reason in plan.in_turn)
     reasons |= dict.fromkeys(buffers_in_turn(plans))
     if not reasons:
-        schedule, makespan, in_seconds = common_schedule(
+        schedule, makespan, in_seconds, _ = common_schedule(
             plans, num_ranks, runtime.order, config.active_microbatches
         )
         if in_seconds:
@@ -135,6 +136,21 @@ def say_prediction(runtime: TorchRuntime, num_microbatches: int, seconds: float)
             num_microbatches,
             1e3 * seconds,
         )
+
+
+def say_settings(settings: Sequence[Setting], bubble_fraction: float) -> None:
+    """Tells the log how much of a step ranks wait, and what would make it shorter.
+
+    Args:
+        settings: with which it is, the best first.
+        bubble_fraction: the share of all ranks' time in which they wait.
+    """
+    gains = "; ".join(f"{1e3 * each.seconds:.1f} ms with {each.text}" for each in settings)
+    logger.info(
+        "ranks wait for each other in %.0f%% of a step%s",
+        100 * bubble_fraction,
+        f", which would take {gains}" if gains else "",
+    )
 
 
 def _structure(plans: Plans) -> str:

@@ -3,7 +3,8 @@
 Counted costs, and operations timed one by one, say less of a pass than the pass itself: what its
 kernels find in caches, how fast the device runs under load, what the host does in between. What
 microbatches are computed, and what from, stays; only the order of passes may change, and with it
-the order in which gradients are added up.
+the order in which gradients are added up. GPUs tell what passes took without being waited for, so
+there it is the default, unless PyTorch is asked for the same bits in each run.
 
 Source: smd_model_parallel_pytorch.rst, DistributedModel (trace_execution_times).
 """
@@ -16,6 +17,8 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.choosing import WORTH
 from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
@@ -23,11 +26,12 @@ from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.planning.common_schedule import (
     common_schedule,
-    seconds_of,
+    timeline_of,
 )
+from smdistributed.modelparallel.torch.planning.other_settings import faster_settings
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.stepping.common_order import say_prediction
+from smdistributed.modelparallel.torch.stepping.common_order import say_prediction, say_settings
 from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Prepared
 
 #: The mini-batch of a kind whose passes are timed: before it, modules and functions are compiled,
@@ -70,7 +74,7 @@ class PassTimes:
         if self._is_done or not prepared.differentiated:
             return
         models = models_of(self._runtime)
-        if not any(model.tracing.trace_execution_times for model in models):
+        if not (self._is_usual or any(each.tracing.trace_execution_times for each in models)):
             self._is_done = True
             return
         if any(model.data_parallel.is_joining for model in models):
@@ -94,6 +98,13 @@ class PassTimes:
             segment.seconds = _costs(segment, seconds)
         self._order(prepared, plan, num_microbatches)
 
+    @property
+    def _is_usual(self) -> bool:
+        """Whether passes are timed though no model asks for it."""
+        return (
+            self._runtime.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+        )
+
     def _own(self, prepared: Prepared, marks: Sequence[Any]) -> _Seconds:
         found = collections.defaultdict(list)
         for each in prepared.executor.timed(marks):
@@ -101,16 +112,20 @@ class PassTimes:
         return {key: statistics.median(times) for key, times in found.items()}
 
     def _order(self, prepared: Prepared, plan: Plan, num_microbatches: int) -> None:
-        """Orders by the times, if that gains; tells how long a step is predicted to take."""
+        """Orders by the times, if that gains; tells what they predict."""
         config, num_ranks = self._runtime.config, self._runtime.topology.pp_size
-        now = seconds_of(prepared.plans, num_ranks, prepared.schedule)
-        better = common_schedule(
-            prepared.plans, num_ranks, self._runtime.order, config.active_microbatches
-        )
-        if better.makespan < WORTH * now:
-            self._preparation.again()
+        order, active = self._runtime.order, config.active_microbatches
+        now = timeline_of(prepared.plans, num_ranks, prepared.schedule)
+        better = common_schedule(prepared.plans, num_ranks, order, active)
+        if better.makespan < WORTH * now.makespan:
+            self._preparation.again()  # which tells how long a step is predicted to take
+            seconds, bubble_fraction = better.makespan, better.bubble_fraction
         else:
-            say_prediction(self._runtime, num_microbatches, now)
+            seconds, bubble_fraction = now.makespan, now.bubble_fraction
+            say_prediction(self._runtime, num_microbatches, seconds)
+        if self._runtime.rank == 0:
+            found = faster_settings(plan, num_ranks, num_microbatches, order, active, seconds)
+            say_settings(found, bubble_fraction)
 
 
 def _slowest(everyones: Sequence[_Seconds]) -> _Seconds:
