@@ -32,9 +32,10 @@ class AsIfAlike:
         """See ``Collectives.scatter_sum``."""
         return self.sum(torch.split(tensor, list(sizes))[self.rank])
 
-    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See ``Collectives.sum_parts``."""
-        return self.sum(parts[self.rank])
+        own = parts[self.rank]
+        return self.sum(own if with_own else torch.zeros_like(own))
 
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``."""

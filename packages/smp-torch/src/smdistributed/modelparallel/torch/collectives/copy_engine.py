@@ -76,9 +76,12 @@ class CopyEngineCollectives(DelegatingCollectives):
             return super().scatter_sum(tensor, sizes)
         return _sum_of(self._given(torch.split(tensor, list(sizes))))
 
-    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See ``Collectives.sum_parts``."""
-        return _sum_of(self._given(parts)) if self._sums(parts) else super().sum_parts(parts)
+        if not self._sums(parts):
+            return super().sum_parts(parts, with_own=with_own)
+        given = self._given(parts)
+        return _sum_of(given if with_own else [given[rank] for rank in sorted(self._others())])
 
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``; in the order of the ranks."""
@@ -99,7 +102,7 @@ class CopyEngineCollectives(DelegatingCollectives):
                     there.view(part.shape).copy_(part)
             given.memory.barrier()
             if not own.numel():
-                return [own]
+                return [own] * self.size
             got = {
                 giver: given.between(giver, self.rank, own.numel(), own.dtype).view(own.shape)
                 for giver in self._others()

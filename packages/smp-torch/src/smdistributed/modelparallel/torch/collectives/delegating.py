@@ -29,9 +29,9 @@ class DelegatingCollectives:
         """See ``Collectives.scatter_sum``."""
         return self._backend.scatter_sum(tensor, sizes)
 
-    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See ``Collectives.sum_parts``."""
-        return self._backend.sum_parts(parts)
+        return self._backend.sum_parts(parts, with_own=with_own)
 
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``."""

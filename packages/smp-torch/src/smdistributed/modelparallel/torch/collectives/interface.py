@@ -38,13 +38,14 @@ class Collectives(Protocol):
         Shape: ``(sum(sizes), ...)``; returns ``(sizes[rank], ...)``.
         """
 
-    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """Sums over the ranks what each gives this one, and returns that.
 
         Shape: ``(sizes[rank],)``, and so of each part for its rank.
 
         Args:
             parts: what each rank gets of this one, contiguous.
+            with_own: what a rank gives itself counts; else the numbers in that part mean nothing.
         """
 
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:

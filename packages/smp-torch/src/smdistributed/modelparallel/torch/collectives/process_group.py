@@ -75,9 +75,12 @@ class ProcessGroupCollectives:
             reduce_scatter_into(out, tensor.contiguous(), self._group)
         return out[: sizes[self.rank]]
 
-    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See ``Collectives.sum_parts``."""
-        return self.scatter_sum(torch.cat(list(parts)), [part.numel() for part in parts])
+        every = list(parts)
+        if not with_own:
+            every[self.rank] = torch.zeros_like(every[self.rank])
+        return self.scatter_sum(torch.cat(every), [part.numel() for part in every])
 
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:
         """See ``Collectives.scatter_parts``; there is one."""

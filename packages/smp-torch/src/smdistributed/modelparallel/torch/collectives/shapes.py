@@ -30,10 +30,12 @@ class ShapesOfFakes(DelegatingCollectives):
             return tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
         return super().scatter_sum(tensor, sizes)
 
-    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See ``Collectives.sum_parts``."""
         own = parts[self.rank]
-        return torch.empty_like(own) if is_fake(own) else super().sum_parts(parts)
+        if is_fake(own):
+            return torch.empty_like(own)
+        return super().sum_parts(parts, with_own=with_own)
 
     def swap(
         self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]

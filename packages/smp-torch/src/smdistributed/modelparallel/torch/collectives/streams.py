@@ -188,10 +188,10 @@ class OnOneStream(DelegatingCollectives):
             made = super().scatter_sum(tensor, sizes)
         return self._awaited(made)
 
-    def sum_parts(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
         """See ``Collectives.sum_parts``."""
         with self._stream.entered(*parts):
-            made = super().sum_parts(parts)
+            made = super().sum_parts(parts, with_own=with_own)
         return self._awaited(made)
 
     def scatter_parts(self, tensor: torch.Tensor, sizes: Sizes) -> list[torch.Tensor]:

@@ -14,7 +14,11 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
-from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import to_lanes
+from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
+    Travelling,
+    arrived,
+    to_lanes,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.words import LENGTH
 
@@ -132,33 +136,62 @@ def same_verdict(group: TensorGroup, who: str, mine: str, error: SMPError | None
             )
 
 
-def exchanged(
-    group: TensorGroup, who: str, call: Call, lanes: list[LaneCall]
-) -> list[dict[str, torch.Tensor]]:
+class Exchange:
     """Gives every rank the tensors of all calls, by path. Collective: TP_GROUP.
+
+    Args:
+        group: the ranks.
+        who: is called.
+        call: the own.
+        lanes: those of all ranks.
+
+    Attributes:
+        own: the tensors of the own call.
 
     Raises:
         SMPError: tensors in one place have different types.
     """
-    found: list[dict[str, torch.Tensor]] = [{} for _ in lanes]
-    own = dict(zip(call.paths, call.tensors, strict=True))
-    for path, move in _moves(group, who, own, lanes).items():
-        if isinstance(move, str):
-            for made in found:
-                made.update({path: made[move]} if move in made else {})
-            continue
-        tensor = own.get(path)
-        if tensor is None:  # this rank takes part all the same
-            tensor = torch.empty(0, dtype=move.dtype, device=move.device)
-        if move.wants_gradient:
-            tensor = tensor.detach().requires_grad_()
-        parts = to_lanes(
-            group, tensor, tuple((0,) if each is None else each for each in move.shapes)
-        )
-        for lane, shape, part in zip(found, move.shapes, parts, strict=False):
-            if shape is not None:
-                lane[path] = part
-    return found
+
+    def __init__(self, group: TensorGroup, who: str, call: Call, lanes: list[LaneCall]) -> None:
+        self._group = group
+        self._lanes = lanes
+        self._travelling: dict[str, tuple[_Move, Travelling]] = {}
+        #: Paths at which a tensor is that of another path.
+        self._same: dict[str, str] = {}
+        self.own: dict[str, torch.Tensor] = {}
+        own = dict(zip(call.paths, call.tensors, strict=True))
+        for path, move in _moves(group, who, own, lanes).items():
+            if isinstance(move, str):
+                self._same[path] = move
+                continue
+            tensor = own.get(path)
+            if tensor is None:  # this rank takes part all the same
+                tensor = torch.empty(0, dtype=move.dtype, device=move.device)
+            if move.wants_gradient:
+                tensor = tensor.detach().requires_grad_()
+            shapes = tuple((0,) if each is None else each for each in move.shapes)
+            travelling = to_lanes(group, tensor, shapes)
+            self._travelling[path] = move, travelling
+            if path in own:
+                self.own[path] = travelling.own
+        self._fill(self.own)
+
+    def arrived(self) -> list[dict[str, torch.Tensor]]:
+        """Returns the tensors of all calls, after the own has been computed."""
+        found: list[dict[str, torch.Tensor]] = [{} for _ in self._lanes]
+        for path, (move, travelling) in self._travelling.items():
+            parts = arrived(self._group, travelling)
+            for lane, shape, part in zip(found, move.shapes, parts, strict=False):
+                if shape is not None:
+                    lane[path] = part
+        for lane in found:
+            self._fill(lane)
+        return found
+
+    def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
+        for path, first in self._same.items():
+            if first in tensors:
+                tensors[path] = tensors[first]
 
 
 class _Move(NamedTuple):

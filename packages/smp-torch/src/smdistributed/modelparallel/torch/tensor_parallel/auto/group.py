@@ -26,9 +26,9 @@ from smdistributed.modelparallel.torch.state.seen import (
     value_of,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
+    Exchange,
     LaneCall,
     agreed,
-    exchanged,
     same_verdict,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
@@ -232,12 +232,11 @@ class ClosedGroup(DistributedModule):
             self._leave_empty(caches)
         call = Call((args, kwargs))
         lanes, proofs = self._agreed(call, makes_shapes=makes_shapes)
-        given = exchanged(group, self.place, call, lanes)
-        numbers = [group.rank] if group.is_prescaled else list(range(group.size))
+        exchange = Exchange(group, self.place, call, lanes)
         place = None if group.random is None else group.random.place()
         compute = self.compute if self._smp_lane is None or makes_shapes else self._smp_lane
-        results = []
-        for number, tensors in zip(numbers, given, strict=False):
+
+        def computed(number: int, tensors: dict[str, torch.Tensor]) -> Call:
             lane_call = lanes[number].call
             own_args, own_kwargs = lane_call.filled([tensors[each] for each in lane_call.paths])
             draws = None
@@ -249,12 +248,19 @@ class ClosedGroup(DistributedModule):
                     stack.enter_context(group.random.computing_for(number, place))
                 self._smp_gate.is_open = True
                 try:
-                    results.append(Call(compute(draws, own_args, own_kwargs)))
+                    return Call(compute(draws, own_args, own_kwargs))
                 finally:
                     self._smp_gate.is_open = False
+
+        results = {group.rank: computed(group.rank, exchange.own)}
+        if not group.is_prescaled:
+            for number, tensors in enumerate(exchange.arrived()):
+                if number != group.rank:
+                    results[number] = computed(number, tensors)
+        numbers = sorted(results)
         if makes_shapes:
-            proofs = [self._smp_found.proof_like(results[0], proofs[0])] * group.size
-        return self._own(results, [proofs[number] for number in numbers])
+            proofs = [self._smp_found.proof_like(results[group.rank], proofs[0])] * group.size
+        return self._own([results[each] for each in numbers], [proofs[each] for each in numbers])
 
     def compute(self, draws: SplitDraws | None, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a call as it is written, on the own slices.

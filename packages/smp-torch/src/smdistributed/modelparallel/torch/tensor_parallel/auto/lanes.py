@@ -3,16 +3,23 @@
 Lane ``r`` is the call of rank ``r``, with what that rank has given, on every rank: each computes
 its slices of all calls. Sizes may differ between lanes. With a prescaled batch all ranks make the
 same call, which is the only lane.
+
+Of its own call a rank has everything at once, so it computes that first, while what the others have
+given comes. In the backward pass their calls are differentiated first, as autograd goes the other
+way; what comes of that for their ranks travels while the own call is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
+from smdistributed.modelparallel.torch.collectives.streams import Mark
+from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import in_memory
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import (
@@ -29,9 +36,52 @@ from smdistributed.modelparallel.torch.tensor_parallel.once import differentiate
 Shapes = tuple[tuple[int, ...], ...]
 
 
+class _Back:
+    """What other ranks have found for the gradient of an own tensor, on its way to this one."""
+
+    #: Each pass has its own, see ``tape``.
+    lives_for_a_pass = True
+
+    def __init__(self) -> None:
+        self._coming: tuple[torch.Tensor, Mark | None] | None = None
+
+    def come(self, gradient: torch.Tensor, mark: Mark | None) -> None:
+        """Takes note of what is there when a mark of the stream of exchanges is reached."""
+        self._coming = gradient, mark
+
+    def take(self, group: TensorGroup) -> torch.Tensor | None:
+        """Returns it; None where nothing comes."""
+        if self._coming is None:
+            return None
+        (gradient, mark), self._coming = self._coming, None
+        group.stream.wait(mark, [gradient])
+        return gradient
+
+
+@dataclass
+class Travelling:
+    """A tensor that ranks give each other for their calls.
+
+    Attributes:
+        own: for the own call.
+        everyones: for the calls of all ranks, this one's included, when the mark is reached.
+        mark: of the stream of exchanges.
+        shapes: of the tensor in each call.
+        token: for autograd, which goes by it; None where there is no gradient.
+        back: brings the gradient.
+    """
+
+    own: torch.Tensor
+    everyones: Sequence[torch.Tensor] = ()
+    mark: Mark | None = None
+    shapes: Shapes = ()
+    token: torch.Tensor | None = None
+    back: _Back = field(default_factory=_Back)
+
+
 @run_as_written
-def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
-    """Gives every rank what each rank has for its call; gradients are summed.
+def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> Travelling:
+    """Begins to give every rank what each rank has for its call; see ``arrived``.
 
     Args:
         group: the ranks.
@@ -39,10 +89,42 @@ def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> list[t
         shapes: of this tensor in each call.
     """
     if group.is_prescaled:
-        return [enter(group, tensor, [tensor.shape[0]] if tensor.dim() else [1])]
-    found: Any = _ToLanes.apply(tensor, group.handle, shapes)  # type: ignore[no-untyped-call]
-    group.exchanged(found[0])
-    return list(found)
+        return Travelling(enter(group, tensor, [tensor.shape[0]] if tensor.dim() else [1]))
+    tensor = tensor.contiguous()  # as it lies with the others
+    with group.stream.entered(tensor):
+        everyones = _gathered_alone(group, tensor.detach(), shapes)
+    found = Travelling(tensor, everyones, group.stream.mark(), shapes)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        found.own, found.token = _Own.apply(  # type: ignore[no-untyped-call]
+            tensor, group.handle, found.back
+        )
+    return found
+
+
+@run_as_written
+def arrived(group: TensorGroup, travelling: Travelling) -> list[torch.Tensor]:
+    """Returns a tensor for the calls of all ranks, after the own has been computed.
+
+    Gradients are summed.
+    """
+    everyones = list(travelling.everyones)
+    group.stream.wait(travelling.mark, everyones)
+    own = group.rank
+    others = [*everyones[:own], *everyones[own + 1 :]]
+    if travelling.token is not None:
+        found: Any = _Others.apply(  # type: ignore[no-untyped-call]
+            travelling.token, group.handle, travelling.back, travelling.shapes, *others
+        )
+        others = list(found)
+        group.exchanged(others[0])
+    return [*others[:own], travelling.own, *others[own:]]
+
+
+@atomic
+def _gathered_alone(
+    group: TensorGroup, tensor: torch.Tensor, shapes: Shapes
+) -> tuple[torch.Tensor, ...]:
+    return _gathered(group.collectives, tensor, shapes)
 
 
 @run_as_written
@@ -76,6 +158,18 @@ def _gathered(
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
+def _given_back(
+    collectives: Collectives, others: Sequence[torch.Tensor], shapes: Shapes
+) -> torch.Tensor:
+    """Gives the other ranks what is theirs; returns the sum of what they give this one."""
+    own = torch.Size(shapes[collectives.rank])
+    flat = [each.reshape(-1) for each in others]
+    if not (own.numel() or any(each.numel() for each in flat)):
+        return others[0].new_empty(own)
+    flat.insert(collectives.rank, others[0].new_empty(own.numel()))
+    return collectives.sum_parts(flat, with_own=False).view(own)
+
+
 def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
     sizes = [each.numel() for each in lanes]
     own = lanes[collectives.rank]
@@ -87,6 +181,20 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
     order = in_memory(own)
     back = [order.index(dim) for dim in range(own.dim())]
     return no_view(total.view([own.shape[dim] for dim in order]).permute(back))
+
+
+def _own_again(ctx: Any, of_own: torch.Tensor | None, of_token: torch.Tensor | None) -> Any:
+    return _Own.gradient(ctx, of_own), None, None
+
+
+def _others_again(ctx: Any, *gradients: torch.Tensor) -> Any:
+    meet_again(ctx)
+    group, shape = ctx.handle(), ctx.shapes[ctx.collectives.rank]
+    lanes = list(gradients)
+    lanes.insert(group.rank, gradients[0].new_zeros(shape))
+    made = _Summed.apply(ctx.handle, *lanes)  # type: ignore[no-untyped-call]
+    ctx.back.come(group.exchanged(made, in_backward=True), None)
+    return _Others.nothing(ctx, gradients[0])
 
 
 def _to_lanes_again(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -113,6 +221,66 @@ def _parted_again(ctx: Any, *gradients: torch.Tensor) -> Any:
     meet_again(ctx)
     made = _Joined.apply(ctx.handle, ctx.dim, *gradients)  # type: ignore[no-untyped-call]
     return None, None, None, ctx.handle().exchanged(made, in_backward=True)
+
+
+class _Own(torch.autograd.Function):
+    """A tensor for the own call. Its gradient is the sum over the calls of all ranks.
+
+    What comes from the others has no way of its own through autograd, which would wait for it
+    before the own call is differentiated: a token stands for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, back: _Back) -> Any:
+        ctx.handle, ctx.back = handle, back
+        ctx.set_materialize_grads(False)
+        return tensor.view_as(tensor), tensor.new_empty(0)
+
+    @staticmethod
+    @differentiated_by(_own_again)
+    def backward(ctx: Any, of_own: torch.Tensor | None, of_token: torch.Tensor | None) -> Any:
+        return _Own.gradient(ctx, of_own), None, None
+
+    @staticmethod
+    def gradient(ctx: Any, of_own: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the sum."""
+        of_others: torch.Tensor | None = ctx.back.take(ctx.handle())
+        if of_own is None or of_others is None:
+            return of_others if of_own is None else of_own
+        return of_own + of_others
+
+
+class _Others(torch.autograd.Function):
+    """A tensor for the calls of the other ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: torch.Tensor,
+        handle: Handle,
+        back: _Back,
+        shapes: Shapes,
+        *others: torch.Tensor,
+    ) -> Any:
+        mark(ctx, token)
+        ctx.handle, ctx.collectives = handle, handle().collectives
+        ctx.back, ctx.shapes = back, shapes
+        return tuple(each.view_as(each) for each in others)
+
+    @staticmethod
+    @differentiated_by(_others_again)
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        meet_again(ctx)
+        group = ctx.handle()
+        with group.stream.entered(*gradients):
+            found = _given_back(ctx.collectives, gradients, ctx.shapes)
+        ctx.back.come(found, group.stream.mark())
+        return _Others.nothing(ctx, gradients[0])
+
+    @staticmethod
+    def nothing(ctx: Any, gradient: torch.Tensor) -> Any:
+        """Returns gradients: that of the token, which has no numbers, and none."""
+        return gradient.new_empty(0), None, None, None, *(None for _ in ctx.shapes[1:])
 
 
 class _ToLanes(torch.autograd.Function):
