@@ -111,6 +111,15 @@ class ExchangeStream:
         other.wait_event(mark.event)
         _used_on(other, made)
 
+    def used_before(self, made: Sequence[torch.Tensor]) -> None:
+        """Says that what was made inside ``entered`` is used on the stream that was current before.
+
+        That one has to wait for it all the same.
+        """
+        if self._stream is not None:
+            assert self._other is not None
+            _used_on(self._other, made)
+
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """Inside, what computes is on another stream than this one; afterwards neither is ahead.

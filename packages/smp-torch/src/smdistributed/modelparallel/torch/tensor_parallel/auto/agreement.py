@@ -6,19 +6,12 @@ import base64
 import pickle
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, Hole, TensorForm
-from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
-    Travelling,
-    arrived,
-    to_lanes,
-)
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.words import LENGTH
 
@@ -134,106 +127,6 @@ def same_verdict(group: TensorGroup, who: str, mine: str, error: SMPError | None
                 f"{who}, so its code and state must be the same on each; tp_rank {group.rank} has "
                 f"found {mine}; tp_rank {rank}: {theirs}"
             )
-
-
-class Exchange:
-    """Gives every rank the tensors of all calls, by path. Collective: TP_GROUP.
-
-    Args:
-        group: the ranks.
-        who: is called.
-        call: the own.
-        lanes: those of all ranks.
-
-    Attributes:
-        own: the tensors of the own call.
-
-    Raises:
-        SMPError: tensors in one place have different types.
-    """
-
-    def __init__(self, group: TensorGroup, who: str, call: Call, lanes: list[LaneCall]) -> None:
-        self._group = group
-        self._lanes = lanes
-        self._travelling: dict[str, tuple[_Move, Travelling]] = {}
-        #: Paths at which a tensor is that of another path.
-        self._same: dict[str, str] = {}
-        self.own: dict[str, torch.Tensor] = {}
-        own = dict(zip(call.paths, call.tensors, strict=True))
-        for path, move in _moves(group, who, own, lanes).items():
-            if isinstance(move, str):
-                self._same[path] = move
-                continue
-            tensor = own.get(path)
-            if tensor is None:  # this rank takes part all the same
-                tensor = torch.empty(0, dtype=move.dtype, device=move.device)
-            if move.wants_gradient:
-                tensor = tensor.detach().requires_grad_()
-            shapes = tuple((0,) if each is None else each for each in move.shapes)
-            travelling = to_lanes(group, tensor, shapes)
-            self._travelling[path] = move, travelling
-            if path in own:
-                self.own[path] = travelling.own
-        self._fill(self.own)
-
-    def arrived(self) -> list[dict[str, torch.Tensor]]:
-        """Returns the tensors of all calls, after the own has been computed."""
-        found: list[dict[str, torch.Tensor]] = [{} for _ in self._lanes]
-        for path, (move, travelling) in self._travelling.items():
-            parts = arrived(self._group, travelling)
-            for lane, shape, part in zip(found, move.shapes, parts, strict=False):
-                if shape is not None:
-                    lane[path] = part
-        for lane in found:
-            self._fill(lane)
-        return found
-
-    def _fill(self, tensors: dict[str, torch.Tensor]) -> None:
-        for path, first in self._same.items():
-            if first in tensors:
-                tensors[path] = tensors[first]
-
-
-class _Move(NamedTuple):
-    """How the tensors at one place of all calls come to every rank.
-
-    Attributes:
-        shapes: of each rank's; None where its call has none.
-        dtype, device: of all.
-        wants_gradient: another rank's requires a gradient, and the own does not.
-    """
-
-    shapes: list[tuple[int, ...] | None]
-    dtype: torch.dtype
-    device: torch.device
-    wants_gradient: bool
-
-
-# What is asked of tensors here is no part of a pass: of shapes alone it is asked otherwise.
-@no_call
-def _moves(
-    group: TensorGroup, who: str, own: dict[str, torch.Tensor], lanes: list[LaneCall]
-) -> dict[str, _Move | str]:
-    """Returns by path how tensors come to every rank, or the path where they are there before."""
-    moves: dict[str, _Move | str] = {}
-    for path in dict.fromkeys(path for lane in lanes for path in lane.call.paths):
-        first = lanes[0].call.same.get(path)
-        if first is not None and all(each.call.same.get(path) == first for each in lanes):
-            moves[path] = first
-            continue
-        theirs = [lane.at(path) for lane in lanes]
-        kinds = {each[1].dtype for each in theirs if each is not None}
-        if len(kinds) > 1:
-            mine = own[path].dtype if path in own else "nothing"
-            group.refuse("must call modules with the same types", f"{who} with {mine}")
-        needed = any(each is not None and each[1].requires_grad for each in theirs)
-        moves[path] = _Move(
-            [None if each is None else each[0] for each in theirs],
-            kinds.pop(),
-            next(iter(own.values())).device,
-            needed and not (path in own and own[path].requires_grad),
-        )
-    return moves
 
 
 def _lane(call: Call, sizes: list[int]) -> LaneCall:

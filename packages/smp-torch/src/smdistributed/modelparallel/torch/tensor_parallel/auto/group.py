@@ -26,11 +26,11 @@ from smdistributed.modelparallel.torch.state.seen import (
     value_of,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import (
-    Exchange,
     LaneCall,
     agreed,
     same_verdict,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.call_tensors import CallTensors
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     WITHOUT_CACHE,
     Call,
@@ -232,7 +232,7 @@ class ClosedGroup(DistributedModule):
             self._leave_empty(caches)
         call = Call((args, kwargs))
         lanes, proofs = self._agreed(call, makes_shapes=makes_shapes)
-        exchange = Exchange(group, self.place, call, lanes)
+        tensors_of = CallTensors(group, self.place, call, lanes)
         place = None if group.random is None else group.random.place()
         compute = self.compute if self._smp_lane is None or makes_shapes else self._smp_lane
 
@@ -252,9 +252,9 @@ class ClosedGroup(DistributedModule):
                 finally:
                     self._smp_gate.is_open = False
 
-        results = {group.rank: computed(group.rank, exchange.own)}
+        results = {group.rank: computed(group.rank, tensors_of.own)}
         if not group.is_prescaled:
-            for number, tensors in enumerate(exchange.arrived()):
+            for number, tensors in enumerate(tensors_of.arrived()):
                 if number != group.rank:
                     results[number] = computed(number, tensors)
         numbers = sorted(results)

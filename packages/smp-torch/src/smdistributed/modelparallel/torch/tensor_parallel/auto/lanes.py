@@ -12,7 +12,7 @@ way; what comes of that for their ranks travels while the own call is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from smdistributed.modelparallel.torch.compat.between import atomic
 from smdistributed.modelparallel.torch.compat.private.compiled import run_as_written
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import in_memory
 from smdistributed.modelparallel.torch.tensor_parallel.exchange import (
-    enter,
     leave,
     mark,
     meet_again,
@@ -36,24 +35,46 @@ from smdistributed.modelparallel.torch.tensor_parallel.once import differentiate
 Shapes = tuple[tuple[int, ...], ...]
 
 
-class _Back:
-    """What other ranks have found for the gradient of an own tensor, on its way to this one."""
+class _Way:
+    """What of a tensor is on its way between the ranks, beside what computes.
+
+    There, what the others have given; back, what they have found for the gradient of the own one.
+    """
 
     #: Each pass has its own, see ``tape``.
     lives_for_a_pass = True
 
     def __init__(self) -> None:
-        self._coming: tuple[torch.Tensor, Mark | None] | None = None
+        self._there: tuple[tuple[torch.Tensor, ...], Mark | None] = (), None
+        self._back: tuple[torch.Tensor, Mark | None] | None = None
 
-    def come(self, gradient: torch.Tensor, mark: Mark | None) -> None:
-        """Takes note of what is there when a mark of the stream of exchanges is reached."""
-        self._coming = gradient, mark
+    def give(self, group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> None:
+        """Begins to give every rank what each has."""
+        with group.stream.entered(tensor):
+            everyones = _gathered(group.collectives, tensor, shapes)
+        self._there = everyones, group.stream.mark()
 
-    def take(self, group: TensorGroup) -> torch.Tensor | None:
-        """Returns it; None where nothing comes."""
-        if self._coming is None:
+    def others(self, group: TensorGroup) -> tuple[torch.Tensor, ...]:
+        """Returns what the other ranks have given, as soon as it is there."""
+        (everyones, mark), self._there = self._there, ((), None)
+        group.stream.wait(mark, everyones)
+        return everyones[: group.rank] + everyones[group.rank + 1 :]
+
+    def give_back(self, group: TensorGroup, gradients: Sequence[torch.Tensor], own: Any) -> None:
+        """Begins to give the other ranks what is theirs."""
+        with group.stream.entered(*gradients):
+            found = _given_back(group.collectives, gradients, own)
+        self._back = found, group.stream.mark()
+
+    def come_back(self, gradient: torch.Tensor) -> None:
+        """Takes note of what has come without being waited for."""
+        self._back = gradient, None
+
+    def of_others(self, group: TensorGroup) -> torch.Tensor | None:
+        """Returns what the others have found, as soon as it is there; None if they have nothing."""
+        if self._back is None:
             return None
-        (gradient, mark), self._coming = self._coming, None
+        (gradient, mark), self._back = self._back, None
         group.stream.wait(mark, [gradient])
         return gradient
 
@@ -64,19 +85,15 @@ class Travelling:
 
     Attributes:
         own: for the own call.
-        everyones: for the calls of all ranks, this one's included, when the mark is reached.
-        mark: of the stream of exchanges.
         shapes: of the tensor in each call.
-        token: for autograd, which goes by it; None where there is no gradient.
-        back: brings the gradient.
+        way: on which it is.
+        token: for autograd, which goes by it.
     """
 
     own: torch.Tensor
-    everyones: Sequence[torch.Tensor] = ()
-    mark: Mark | None = None
-    shapes: Shapes = ()
-    token: torch.Tensor | None = None
-    back: _Back = field(default_factory=_Back)
+    shapes: Shapes
+    way: _Way
+    token: torch.Tensor
 
 
 @run_as_written
@@ -85,46 +102,49 @@ def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> Travel
 
     Args:
         group: the ranks.
-        tensor: of the own call.
+        tensor: of the own call; it requires a gradient.
         shapes: of this tensor in each call.
     """
-    if group.is_prescaled:
-        return Travelling(enter(group, tensor, [tensor.shape[0]] if tensor.dim() else [1]))
-    tensor = tensor.contiguous()  # as it lies with the others
-    with group.stream.entered(tensor):
-        everyones = _gathered_alone(group, tensor.detach(), shapes)
-    found = Travelling(tensor, everyones, group.stream.mark(), shapes)
-    if tensor.requires_grad and torch.is_grad_enabled():
-        found.own, found.token = _Own.apply(  # type: ignore[no-untyped-call]
-            tensor, group.handle, found.back
-        )
-    return found
+    way = _Way()
+    own, token = _Own.apply(tensor, group.handle, way, shapes)  # type: ignore[no-untyped-call]
+    return Travelling(own, shapes, way, token)
 
 
 @run_as_written
-def arrived(group: TensorGroup, travelling: Travelling) -> list[torch.Tensor]:
+def arrived(group: TensorGroup, tensor: Travelling) -> list[torch.Tensor]:
     """Returns a tensor for the calls of all ranks, after the own has been computed.
 
     Gradients are summed.
     """
-    everyones = list(travelling.everyones)
-    group.stream.wait(travelling.mark, everyones)
-    own = group.rank
-    others = [*everyones[:own], *everyones[own + 1 :]]
-    if travelling.token is not None:
-        found: Any = _Others.apply(  # type: ignore[no-untyped-call]
-            travelling.token, group.handle, travelling.back, travelling.shapes, *others
-        )
-        others = list(found)
-        group.exchanged(others[0])
-    return [*others[:own], travelling.own, *others[own:]]
+    found: Any = _Others.apply(  # type: ignore[no-untyped-call]
+        tensor.token, group.handle, tensor.way, tensor.shapes
+    )
+    group.exchanged(found[0])
+    return [*found[: group.rank], tensor.own, *found[group.rank :]]
+
+
+@run_as_written
+def constants_to_lanes(
+    group: TensorGroup, tensors: Sequence[torch.Tensor], shapes: Sequence[Shapes]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Gives every rank tensors without gradients, those of each tensor for all calls.
+
+    They are there when what is given next has arrived.
+    """
+    made = _constants_to_lanes(group, tuple(shapes), *tensors)
+    return [made[first : first + group.size] for first in range(0, len(made), group.size)]
 
 
 @atomic
-def _gathered_alone(
-    group: TensorGroup, tensor: torch.Tensor, shapes: Shapes
+def _constants_to_lanes(
+    group: TensorGroup, shapes: Sequence[Shapes], *tensors: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    return _gathered(group.collectives, tensor, shapes)
+    found: list[torch.Tensor] = []
+    with group.stream.entered(*tensors):
+        for tensor, theirs in zip(tensors, shapes, strict=True):
+            found += _gathered(group.collectives, tensor, theirs)
+        group.stream.used_before(found)
+    return tuple(found)
 
 
 @run_as_written
@@ -159,14 +179,13 @@ def _gathered(
 
 
 def _given_back(
-    collectives: Collectives, others: Sequence[torch.Tensor], shapes: Shapes
+    collectives: Collectives, others: Sequence[torch.Tensor], own: tuple[int, ...]
 ) -> torch.Tensor:
     """Gives the other ranks what is theirs; returns the sum of what they give this one."""
-    own = torch.Size(shapes[collectives.rank])
     flat = [each.reshape(-1) for each in others]
-    if not (own.numel() or any(each.numel() for each in flat)):
+    flat.insert(collectives.rank, others[0].new_empty(torch.Size(own).numel()))
+    if not any(each.numel() for each in flat):
         return others[0].new_empty(own)
-    flat.insert(collectives.rank, others[0].new_empty(own.numel()))
     return collectives.sum_parts(flat, with_own=False).view(own)
 
 
@@ -184,17 +203,17 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
 
 
 def _own_again(ctx: Any, of_own: torch.Tensor | None, of_token: torch.Tensor | None) -> Any:
-    return _Own.gradient(ctx, of_own), None, None
+    return _Own.gradient(ctx, of_own), None, None, None
 
 
 def _others_again(ctx: Any, *gradients: torch.Tensor) -> Any:
     meet_again(ctx)
-    group, shape = ctx.handle(), ctx.shapes[ctx.collectives.rank]
+    group = ctx.handle()
     lanes = list(gradients)
-    lanes.insert(group.rank, gradients[0].new_zeros(shape))
+    lanes.insert(group.rank, gradients[0].new_zeros(ctx.shapes[group.rank]))
     made = _Summed.apply(ctx.handle, *lanes)  # type: ignore[no-untyped-call]
-    ctx.back.come(group.exchanged(made, in_backward=True), None)
-    return _Others.nothing(ctx, gradients[0])
+    ctx.way.come_back(group.exchanged(made, in_backward=True))
+    return gradients[0].new_empty(0), None, None, None
 
 
 def _to_lanes_again(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -224,63 +243,49 @@ def _parted_again(ctx: Any, *gradients: torch.Tensor) -> Any:
 
 
 class _Own(torch.autograd.Function):
-    """A tensor for the own call. Its gradient is the sum over the calls of all ranks.
+    """A tensor for the own call, given to the others. Its gradient is the sum over all calls.
 
-    What comes from the others has no way of its own through autograd, which would wait for it
+    What comes back from the others has no way of its own through autograd, which would wait for it
     before the own call is differentiated: a token stands for it.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, back: _Back) -> Any:
-        ctx.handle, ctx.back = handle, back
+    def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, way: _Way, shapes: Shapes) -> Any:
+        ctx.handle, ctx.way = handle, way
         ctx.set_materialize_grads(False)
+        way.give(handle(), tensor, shapes)
         return tensor.view_as(tensor), tensor.new_empty(0)
 
     @staticmethod
     @differentiated_by(_own_again)
     def backward(ctx: Any, of_own: torch.Tensor | None, of_token: torch.Tensor | None) -> Any:
-        return _Own.gradient(ctx, of_own), None, None
+        return _Own.gradient(ctx, of_own), None, None, None
 
     @staticmethod
     def gradient(ctx: Any, of_own: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the sum."""
-        of_others: torch.Tensor | None = ctx.back.take(ctx.handle())
+        of_others: torch.Tensor | None = ctx.way.of_others(ctx.handle())
         if of_own is None or of_others is None:
             return of_others if of_own is None else of_own
         return of_own + of_others
 
 
 class _Others(torch.autograd.Function):
-    """A tensor for the calls of the other ranks."""
+    """The same tensor for the calls of the other ranks, as they have given it."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        token: torch.Tensor,
-        handle: Handle,
-        back: _Back,
-        shapes: Shapes,
-        *others: torch.Tensor,
-    ) -> Any:
+    def forward(ctx: Any, token: torch.Tensor, handle: Handle, way: _Way, shapes: Shapes) -> Any:
         mark(ctx, token)
-        ctx.handle, ctx.collectives = handle, handle().collectives
-        ctx.back, ctx.shapes = back, shapes
-        return tuple(each.view_as(each) for each in others)
+        ctx.handle, ctx.way, ctx.shapes = handle, way, shapes
+        return way.others(handle())
 
     @staticmethod
     @differentiated_by(_others_again)
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         meet_again(ctx)
         group = ctx.handle()
-        with group.stream.entered(*gradients):
-            found = _given_back(ctx.collectives, gradients, ctx.shapes)
-        ctx.back.come(found, group.stream.mark())
-        return _Others.nothing(ctx, gradients[0])
-
-    @staticmethod
-    def nothing(ctx: Any, gradient: torch.Tensor) -> Any:
-        """Returns gradients: that of the token, which has no numbers, and none."""
-        return gradient.new_empty(0), None, None, None, *(None for _ in ctx.shapes[1:])
+        ctx.way.give_back(group, gradients, ctx.shapes[group.rank])
+        return gradients[0].new_empty(0), None, None, None
 
 
 class _ToLanes(torch.autograd.Function):
