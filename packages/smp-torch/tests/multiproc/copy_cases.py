@@ -99,6 +99,13 @@ def exchanges() -> dict[str, int]:
             assert torch.equal(got, want), (sizes, rest, dtype)
             assert got.dtype == want.dtype
             assert torch.equal(sum_of(*tried.scatter_parts(given, sizes)), want), sizes
+            parts = [each.reshape(-1) for each in torch.split(given, sizes)]
+            assert torch.equal(tried.sum_parts(parts), want.reshape(-1)), sizes
+            without = [*parts]
+            without[smp.tp_rank()] = torch.zeros_like(parts[smp.tp_rank()])
+            want = plain.sum_parts(without)
+            for each in (tried, plain):  # whatever stands in the own part
+                assert torch.equal(each.sum_parts(parts, with_own=False), want), sizes
         return dict(tried.found)
 
 
