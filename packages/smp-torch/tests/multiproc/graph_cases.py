@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from host_graphs import HostGraphs
 from torch import nn
@@ -119,6 +120,13 @@ def _around(layer: nn.Module) -> nn.Module:
     )
 
 
+def _compiled_with_cache() -> nn.Module:
+    net = WithCache(Caching(WIDTH, WIDTH) for _ in range(4))
+    for layer in net:
+        layer.compile(backend="aot_eager")
+    return net
+
+
 def _compiled() -> nn.Module:
     """Returns blocks that are compiled, in which there is something to split."""
     inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -202,6 +210,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "draws in Python": (lambda: _around(Own(_in_python)), ANOTHER_WAY),
     # What compiled code draws is not seen.
     "compiled": (_compiled, "of the host are not captured"),
+    # Its Python is taken down, as what it does to a cache is nowhere else.
+    "compiled, cache": (_compiled_with_cache, ""),
 }
 
 
@@ -425,9 +435,10 @@ def compare(name: str, moment: str, *, first_alone: bool = False) -> tuple[bool,
     pairs = zip((want[1], *want[2]), (got[1], *got[2]), strict=True)
     # In a pipeline a pass that goes another way may put off another product, which some kernels
     # round otherwise.
-    is_off = reason == ANOTHER_WAY and smp.pp_size() > 1
+    # Compiled code adds up a gradient otherwise than what waits for it does.
+    is_off = (reason == ANOTHER_WAY or name == "compiled, cache") and smp.pp_size() > 1
     equal = functools.partial(torch.allclose, rtol=1e-5, atol=1e-6) if is_off else torch.equal
-    same = want[0] == got[0] and all(
+    same = got[0] == (pytest.approx(want[0], rel=1e-6) if is_off else want[0]) and all(
         len(one) == len(other) and all(map(equal, one, other)) for one, other in pairs
     )
     return same, len(begun), reasons.found

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from smdistributed.modelparallel.torch.compat.fused import fused
 from smdistributed.modelparallel.torch.compat.private import fusion
 from smdistributed.modelparallel.torch.compat.private.backward import applied_alone
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, TorchDispatchMode
+from smdistributed.modelparallel.torch.tape import recording as recording_module
 from smdistributed.modelparallel.torch.tape.confirming import Confirming
 from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.recording import Recording
@@ -61,10 +63,12 @@ class Alone:
         self.ended += 1
 
 
+def fakes() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def recorded(call: Pass, x: torch.Tensor) -> Tape:
-    recording = Recording(
-        CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode(allow_non_fake_inputs=True)
-    )
+    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, fakes())
     with recording.recording():
         result = call(x)
     recording.end([result])
@@ -93,9 +97,7 @@ def confirmed(promised: Promised, call: Pass, x: torch.Tensor) -> tuple[bool, An
 @pytest.mark.parametrize("is_seeded", [False, True])
 def test_code_that_seeds_in_the_middle_of_a_draw_is_not_captured(is_seeded: bool) -> None:
     x = torch.ones(4)
-    recording = Recording(
-        CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode(allow_non_fake_inputs=True)
-    )
+    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, fakes())
     state = torch.get_rng_state()
     with (
         recording.recording(),
@@ -385,9 +387,7 @@ WEIGHT = nn.Parameter(torch.ones(4))
 def test_what_a_tape_cannot_hold_is_refused(call: Pass, reason: str) -> None:
     x = torch.randn(3, 4, requires_grad=True)
     want = call(x)
-    recording = Recording(
-        CPU, DEVICES, [x], [], lambda function: function, FakeTensorMode(allow_non_fake_inputs=True)
-    )
+    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, fakes())
     with recording.recording():
         result = call(x)
     recording.end([result])
@@ -562,16 +562,76 @@ def test_a_backward_pass_in_python_is_refused_unless_it_is_compiled(*, is_compil
         assert "backward pass that is written in Python" in tape.refusal
 
 
-def test_a_compiled_module_that_is_given_an_object_is_refused() -> None:
-    class Cached(nn.Module):
-        def forward(self, x: torch.Tensor, cache: Any) -> torch.Tensor:
-            cache.seen = 1
-            return x * 2
+class Cache:
+    """An object with state."""
 
-    class Cache:
-        seen = 0
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
 
-    block, cache = Cached(), Cache()
-    block.compile(backend="eager")
-    tape = recorded(lambda x: block(x, cache), torch.ones(2))
-    assert "an object with state" in tape.refusal
+
+class Cached(nn.Module):
+    """Leaves what it has computed in a cache, and can go another way."""
+
+    goes_another_way = False
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:
+        y = torch.sin(x) if self.goes_another_way else torch.cos(x)
+        cache.seen.append(y)
+        return torch.exp(y * 2)
+
+
+def test_calls_of_a_compiled_module_that_is_given_a_cache_are_those_of_the_tape() -> None:
+    block, x, caches = Cached(), torch.ones(2), list[Cache]()
+    block.compile(backend="aot_eager")
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        caches.append(Cache())
+        result = block(x, caches[-1])
+        assert len(caches[-1].seen) == 1
+        if len(caches) > 1:
+            caches[-1].seen.clear()
+        return result
+
+    tape = recorded(call, x)
+    assert not tape.refusal
+    assert tape.compiler is not None
+    assert [each.function for each in tape.events] == [torch.cos, torch.Tensor.mul, torch.exp]
+    promised = Promised(tape, {})
+    assert confirmed(promised, call, x)[0] is False
+    block.goes_another_way = True
+    is_off, result, _ = confirmed(promised, call, x)
+    assert is_off
+    assert torch.equal(result, torch.exp(torch.sin(x) * 2))
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("draws", "and draws"),
+        ("has graphs", "and has graphs"),
+        ("is one of two", "several backends"),
+    ],
+)
+def test_a_compiled_module_that_is_given_a_cache_is_refused_if_it(how: str, reason: str) -> None:
+    block, other, cache = Cached(), Cached(), Cache()
+    block.compile(backend="aot_eager")
+    other.compile(backend="eager")
+
+    @contextlib.contextmanager
+    def around(recording: Recording) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if how == "draws":
+                stack.enter_context(recording.drawing(("", 0, 0), 0, contextlib.nullcontext))
+            if how == "has graphs":
+                stack.enter_context(
+                    mock.patch.object(recording_module, "uses_cuda_graphs", return_value=True)
+                )
+            yield
+
+    recording = Recording(CPU, DEVICES, [torch.ones(2)], [], lambda function: function, fakes())
+    with recording.recording(), around(recording):
+        result = block(torch.ones(2), cache)
+        if how == "is one of two":
+            other(torch.ones(2), cache)
+    recording.end([result])
+    assert reason in recording.tape.refusal

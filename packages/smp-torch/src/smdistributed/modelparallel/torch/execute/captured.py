@@ -131,7 +131,7 @@ def capture(
     exchanges: Exchanges,
     enter_pass: EnterPass,
     foreseen: Sequence[Foreseen],
-    runs: TapedRuns | None,
+    runs: TapedRuns,
     *,
     reuses_memory: bool,
 ) -> Captured:
@@ -153,7 +153,7 @@ def capture(
         exchanges: what they exchange within modules.
         enter_pass: called before each action.
         foreseen: know when gradients leave that are reduced.
-        runs: compile what lies between products; None: it is computed as it is.
+        runs: compile what lies between products.
         reuses_memory: whether that of messages is.
 
     Raises:

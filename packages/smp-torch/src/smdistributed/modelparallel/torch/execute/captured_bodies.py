@@ -130,7 +130,7 @@ def capture_bodies(
     devices: tuple[str, ...],
     enter: Callable[[int], None],
     foreseen: Sequence[Foreseen],
-    runs: TapedRuns | None,
+    runs: TapedRuns,
 ) -> CapturedBodies:
     """Captures the bodies of a mini-batch from their tapes.
 
@@ -150,7 +150,7 @@ def capture_bodies(
         devices: the types of those that autocast may be on for.
         enter: called with the number of each microbatch before it.
         foreseen: know when gradients leave that are reduced.
-        runs: compile what lies between products; None: it is computed as it is.
+        runs: compile what lies between products.
 
     Raises:
         Exception: something cannot be captured. Nothing has changed.
@@ -158,7 +158,7 @@ def capture_bodies(
     _check_known(tapes, parameters, shards)
     outside = Outside(each for one in tapes for each in one.tape.outside.values())
     different = {each.tape for each in tapes}
-    computed = {each: each if runs is None else runs.of(each) for each in different}
+    computed = {each: runs.of(each) for each in different}
     bodies: list[CapturedBody] = []
     pieces = Pieces(foreseen)
     seen: set[torch.Tensor] = set()

@@ -56,7 +56,7 @@ class TapedRuns:
     """The compiled runs of the tapes of one step function.
 
     Args:
-        compiled: compiles functions.
+        compiled: compiles functions; None: only what is compiled without being asked for.
         device: where passes compute.
         devices: the types of those that autocast may be on for.
         fakes: in which calls are looked at.
@@ -66,7 +66,7 @@ class TapedRuns:
 
     def __init__(
         self,
-        compiled: CompiledRuns,
+        compiled: CompiledRuns | None,
         device: torch.device,
         devices: tuple[str, ...],
         fakes: FakeTensorMode,
@@ -74,6 +74,8 @@ class TapedRuns:
         are_differentiated: bool,
     ) -> None:
         self._compiled = compiled
+        #: The backends of compiled modules whose calls are on tapes; they have no hashes.
+        self._of_modules: list[tuple[Any, CompiledRuns]] = []
         self._device = device
         self._devices = devices
         self._fakes = fakes
@@ -86,21 +88,36 @@ class TapedRuns:
     def of(self, tape: Tape) -> Tape:
         """Returns a tape that computes the same with fewer calls; it confirms no Python.
 
+        The same tape if nothing is to be compiled: neither has the script asked for that, nor are
+        there calls of a module that was compiled.
+
         Functions that are new are compiled, which takes seconds, and called on numbers that mean
         nothing: while a graph is captured, no code can be chosen.
         """
+        compiled = self._compiled or self._by_compiler_of(tape)
+        if compiled is None:
+            return tape
         events: list[Event] = []
         gets = _with_gradients(tape, results=self._are_differentiated)
         for part in _parts(tape, self._of_call(tape), gets):
-            events += part if isinstance(part, list) else self._as_function(tape, part)
+            events += part if isinstance(part, list) else self._as_function(tape, part, compiled)
         return replace(tape, events=events)
 
-    def _as_function(self, tape: Tape, run: _Run) -> list[Event]:
+    def _by_compiler_of(self, tape: Tape) -> CompiledRuns | None:
+        if tape.compiler is None:
+            return None
+        known = (runs for backend, runs in self._of_modules if backend == tape.compiler)
+        if (found := next(known, None)) is None:
+            found = CompiledRuns({"backend": tape.compiler})
+            self._of_modules.append((tape.compiler, found))
+        return found
+
+    def _as_function(self, tape: Tape, run: _Run, compiled: CompiledRuns) -> list[Event]:
         """Returns what a run becomes: the call of a function that does the same."""
         source, names = _source(run)
         given = [(_spec(tape, each), type(each) is nn.Parameter) for each in run.given]
         settings = run.calls[0].settings
-        function = self._compiled.of(source, names, (tuple(given), settings))
+        function = compiled.of(source, names, (tuple(given), settings))
         if not isinstance(function, CompiledRun):  # enough were compiled
             return list(run.calls)
         if function not in self._ready:

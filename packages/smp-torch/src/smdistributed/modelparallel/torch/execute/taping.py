@@ -163,7 +163,7 @@ class ComputationOfTapes(Computation):
         root_scales: for each microbatch, the gradient that its losses start with.
         tapes: of the passes.
         random: of the step.
-        runs: compile what lies between products of theirs; None: that is computed as it is.
+        runs: compile what lies between products of theirs.
     """
 
     def __init__(
@@ -173,12 +173,12 @@ class ComputationOfTapes(Computation):
         root_scales: Sequence[Scale],
         tapes: Tapes,
         random: Keyed,
-        runs: TapedRuns | None,
+        runs: TapedRuns,
     ) -> None:
         super().__init__(passes, inputs, root_scales)
         self._tapes = tapes
         different = set(tapes.values())
-        self._computed = {each: each if runs is None else runs.of(each) for each in different}
+        self._computed = {each: runs.of(each) for each in different}
         self._random = random
         #: Of microbatch, tape and number.
         self._kept: dict[tuple[int, int, int], torch.Tensor] = {}

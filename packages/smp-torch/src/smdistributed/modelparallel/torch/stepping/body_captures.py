@@ -43,7 +43,7 @@ class BodyCaptures:
         graphs: capture bodies.
         name: of the step function, for messages.
         is_asked_for: see ``Captures``.
-        runs: compile what lies between products of bodies; None: it runs as it is.
+        runs: compile what lies between products of bodies.
         begin_pass: does what comes before a backward pass that Python did not begin itself.
     """
 
@@ -54,7 +54,7 @@ class BodyCaptures:
         name: str,
         *,
         is_asked_for: bool,
-        runs: TapedRuns | None,
+        runs: TapedRuns,
         begin_pass: Callable[[], None],
     ) -> None:
         self._runtime = runtime
@@ -194,7 +194,7 @@ def body_captures_of(
     runtime: TorchRuntime,
     name: str,
     cuda_graphs: bool | Literal["auto"],
-    runs: TapedRuns | None,
+    runs: TapedRuns,
     begin_pass: Callable[[], None],
 ) -> BodyCaptures | None:
     """Returns the captured mini-batches of a step function; None where none are captured.

@@ -128,17 +128,14 @@ class StepFunction:
                 runtime, runtime.context_group, self._function, self._rules, self._sequence_dims
             )
             return EagerStep(*given, lambda _: None, sequences)
-        compiled = runs = None
-        if self._compiling is not None:
-            compiled = CompiledRuns(self._compiling)
-            devices = tuple(dict.fromkeys(("cpu", runtime.device.type)))
-            runs = TapedRuns(
-                compiled,
-                runtime.device,
-                devices,
-                runtime.fake_mode,
-                are_differentiated=runtime.topology.pp_size > 1,
-            )
+        compiled = None if self._compiling is None else CompiledRuns(self._compiling)
+        runs = TapedRuns(
+            compiled,
+            runtime.device,
+            tuple(dict.fromkeys(("cpu", runtime.device.type))),
+            runtime.fake_mode,
+            are_differentiated=runtime.topology.pp_size > 1,
+        )
         asked = runtime, self.name, self._cuda_graphs, runs
         if runtime.topology.pp_size == 1:
             return EagerStep(*given, functools.partial(body_captures_of, *asked))

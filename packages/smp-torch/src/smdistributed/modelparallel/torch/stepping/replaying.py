@@ -57,7 +57,7 @@ class Replays:
         name: of the step function, for messages.
         is_asked_for: the script did; else it is not told of each mini-batch that runs as it is, and
             passes are captured only where there is much room.
-        runs: compile what lies between products of passes; None: it runs as it is.
+        runs: compile what lies between products of passes.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Replays:
         name: str,
         *,
         is_asked_for: bool,
-        runs: TapedRuns | None,
+        runs: TapedRuns,
     ) -> None:
         self._runtime = runtime
         self._runs = runs
@@ -205,7 +205,7 @@ def replays_of(
     runtime: TorchRuntime,
     name: str,
     cuda_graphs: bool | Literal["auto"],
-    runs: TapedRuns | None,
+    runs: TapedRuns,
 ) -> Replays | None:
     """Returns the captured mini-batches of a step function; None where none are captured.
 

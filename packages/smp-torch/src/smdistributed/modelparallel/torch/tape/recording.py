@@ -27,7 +27,12 @@ from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     checkpointing_replaced,
     stops_early,
 )
-from smdistributed.modelparallel.torch.compat.private.compiled import call_as_written
+from smdistributed.modelparallel.torch.compat.private.compiled import (
+    backend_of,
+    call_as_written,
+    compiled_call,
+    uses_cuda_graphs,
+)
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
     TorchDispatchMode,
@@ -57,6 +62,7 @@ from smdistributed.modelparallel.torch.tape.tape import (
     RegionBegins,
     RegionEnds,
     Tape,
+    has_state,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     GuardedSlice,
@@ -75,8 +81,6 @@ from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 from smdistributed.modelparallel.torch.trial.turns import is_code_of_others
 
 _SET_DATA = torch.ops.aten.set_data.default
-#: Arguments that are neither tensors nor plain values, and have no state of their own.
-_SAME_IN_EVERY_PASS = (type, types.FunctionType, types.BuiltinFunctionType, nn.Module)
 #: What classes have of methods that are no code in C.
 _WRITTEN_IN_PYTHON = (types.FunctionType, classmethod, staticmethod, property)
 #: Tensors of the host of more elements are too many to compare in each step, or to copy.
@@ -243,11 +247,10 @@ class Recording(TorchFunctionMode):
         """See ``Between``."""
         if self._is_as_written:
             return call_as_written(module, args, kwargs)
-        name = type(module).__name__
-        if any(
-            not isinstance(each, _SAME_IN_EVERY_PASS) for each in opaque_objects((args, kwargs))
-        ):
-            self.tape.refuse(f"a compiled {name} is given an object with state")
+        if has_state((args, kwargs)):
+            self._open_compiled(module)
+            if not self.tape.refusal:
+                return call_as_written(module, args, kwargs)
         inside = None if self.tape.refusal else self._inside(module, args, kwargs)
         with self.aside():
             if self.tape.refusal:
@@ -261,6 +264,21 @@ class Recording(TorchFunctionMode):
         if isinstance(call, Call):
             call.inside = inside
         return result
+
+    def _open_compiled(self, module: nn.Module) -> None:
+        """Has the calls of a compiled module be those of the tape, as it is given a cache, say.
+
+        What its Python does to that cannot be tried on fakes, but runs in every pass anyway; what
+        lies between its products is compiled from the tape, by the same backend.
+        """
+        name, backend = type(module).__name__, backend_of(compiled_call(module))
+        if self._draws:  # it has one key for all that it draws, which its Python would not have
+            self.tape.refuse(f"a compiled {name} is given an object with state, and draws")
+        elif uses_cuda_graphs(backend):
+            self.tape.refuse(f"a compiled {name} is given an object with state, and has graphs")
+        elif self.tape.compiler not in (None, backend):
+            self.tape.refuse("compiled modules with caches, say, have several backends")
+        self.tape.compiler = backend
 
     def _inside(self, module: nn.Module, args: Any, kwargs: Any) -> Tape:
         """Returns what the Python of a module calls that runs as compiled code."""

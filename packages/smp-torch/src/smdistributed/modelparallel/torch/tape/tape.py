@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from smdistributed.modelparallel.torch.tape.settings import Settings
-from smdistributed.modelparallel.torch.tensors.nested import fill, placeholders
+from smdistributed.modelparallel.torch.tensors.nested import (
+    fill,
+    opaque_objects,
+    placeholders,
+)
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
+
+#: Arguments that are neither tensors nor plain values, and have no state of their own.
+_SAME_IN_EVERY_PASS = (type, types.FunctionType, types.BuiltinFunctionType, nn.Module)
 
 
 class Made(NamedTuple):
@@ -153,6 +162,8 @@ class Tape:
         on_host: functions of torch that were called without tensors of the device.
         refusal: why the pass cannot be done from its tape; "" if it can.
         kept: the numbers of tensors that later passes of the microbatch use.
+        compiler: the backend of compiled modules of which it has the calls; None: of none. What
+            lies between these is compiled by it where the pass is computed from the tape.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -163,6 +174,7 @@ class Tape:
     on_host: set[Any] = field(default_factory=set)
     refusal: str = ""
     kept: set[int] = field(default_factory=set)
+    compiler: Any = None
 
     def refuse(self, why: str) -> None:
         """Takes note of the first reason why the pass cannot be done from its tape."""
@@ -183,6 +195,11 @@ class Tape:
     def has_regions(self) -> bool:
         """Whether something is computed again in the backward pass."""
         return any(isinstance(each, RegionBegins) for each in self.events)
+
+
+def has_state(obj: Any) -> bool:
+    """Whether a structure holds an object with state of its own, as a cache."""
+    return any(not isinstance(each, _SAME_IN_EVERY_PASS) for each in opaque_objects(obj))
 
 
 def filled(template: Any, of_tape: Callable[[Made | Earlier | Own], Any]) -> Any:
