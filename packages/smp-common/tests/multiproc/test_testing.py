@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +200,8 @@ def test_a_setting_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert jobs.started["smprun-fork"] == copies, "copies lack the threads of what they import"
 
 
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs PyTorch, which torchrun imports")
 def test_torchrun() -> None:
-    pytest.importorskip("torch")
     outcome = run_ranks(2, environment, launcher="torchrun", timeout=100, env={"A": "3"})
     assert outcome.results == (("3", None), ("3", None))
 
