@@ -61,13 +61,13 @@ def test_checkpointing_keeps_the_numbers_and_less_memory(
 def test_a_delayed_model_takes_the_memory_of_its_share() -> None:
     layers, width = 40, 1024
     tiny, large = (
-        run_fresh(4, memory_cases.delayed_model, 4, size, layers, timeout=150)
+        run_fresh(2, memory_cases.delayed_model, 2, size, layers, timeout=150)
         for size in (8, width)
     )
     for without, rank in zip(tiny, large, strict=True):
         assert rank["is_exact"]
         assert without["is_exact"]
-        assert 0.15 < rank["own"] / rank["total"] < 0.35
+        assert 0.4 < rank["own"] / rank["total"] < 0.6
         assert rank["peak"] - without["peak"] < rank["own"] + 40 * 2**20, (rank, without)
 
 
