@@ -12,7 +12,6 @@ from conformance.adapters.base import WIDTH, Adapter
 from conformance.registry import case
 
 _WITH_PIPELINE = ("alone", "pipeline", "both")
-MICROBATCHES = 4
 
 
 def _call(model: Any, x: Any) -> Any:
@@ -23,8 +22,8 @@ def _call(model: Any, x: Any) -> Any:
 def a_step_runs_its_body_once_a_microbatch(adapter: Adapter) -> None:
     x = adapter.batch(8)
     output = adapter.smp.step(_call)(adapter.model(), adapter.tensor(x))
-    assert len(output.outputs) == MICROBATCHES
-    for part, got in zip(np.split(x, MICROBATCHES), output.outputs, strict=True):
+    assert len(output.outputs) == adapter.config.microbatches
+    for part, got in zip(np.split(x, adapter.config.microbatches), output.outputs, strict=True):
         np.testing.assert_allclose(adapter.array(got), adapter.reference(part), atol=1e-6)
 
 
@@ -52,14 +51,17 @@ def inputs_that_are_not_split_come_whole(adapter: Adapter) -> None:
 @case("smp.step(input_split_axes)", "smp.step", worlds=("pipeline",))
 def an_input_can_be_split_along_another_axis(adapter: Adapter) -> None:
     def body(model: Any, x: Any, across: Any) -> Any:
-        assert tuple(across.shape) == (2, 2)
+        assert tuple(across.shape) == (2, 8 // adapter.config.microbatches)
         return model(x) + across[0, 0] + across[1, 1]
 
     x, across = adapter.batch(8), np.arange(2 * 8, dtype=np.float32).reshape(2, 8)
     step = adapter.smp.step(input_split_axes={"across": 1})(body)
     output = step(adapter.model(), adapter.tensor(x), adapter.tensor(across))
-    for m, got in enumerate(output.outputs):
-        expected = adapter.reference(x[2 * m : 2 * m + 2]) + across[0, 2 * m] + across[1, 2 * m + 1]
+    parts = (
+        np.split(each, adapter.config.microbatches, axis) for each, axis in ((x, 0), (across, 1))
+    )
+    for part, piece, got in zip(*parts, output.outputs, strict=True):
+        expected = adapter.reference(part) + piece[0, 0] + piece[1, 1]
         np.testing.assert_allclose(adapter.array(got), expected, atol=1e-5)
 
 
@@ -117,8 +119,9 @@ def options_of_a_step_are_those_of_its_definition(adapter: Adapter) -> None:
     means, wholes, _ = step(
         adapter.model(), adapter.tensor(x), adapter.tensor(across), adapter.tensor(across)
     )
-    for m, (got, of_all) in enumerate(zip(means.outputs, wholes.outputs, strict=True)):
-        np.testing.assert_allclose(adapter.array(got), across[:, 2 * m : 2 * m + 2].mean())
+    pieces = np.split(across, adapter.config.microbatches, axis=1)
+    for piece, got, of_all in zip(pieces, means.outputs, wholes.outputs, strict=True):
+        np.testing.assert_allclose(adapter.array(got), piece.mean())
         np.testing.assert_allclose(adapter.array(of_all), across.mean())
 
 
@@ -158,16 +161,16 @@ def numbers_become_a_list_with_one_entry_a_microbatch(adapter: Adapter) -> None:
 
     x = adapter.batch(8)
     _, numbers, word = adapter.smp.step(body)(adapter.model(), adapter.tensor(x))
-    assert numbers == [2.5] * MICROBATCHES
+    assert numbers == [2.5] * adapter.config.microbatches
     assert word == "same"
 
 
 @case("smp.step", "config.C07", worlds=("alone", "pipeline"))
 def a_batch_that_does_not_divide_is_cut_unevenly(adapter: Adapter) -> None:
-    x = adapter.batch(10)
+    x = adapter.batch(11)
     output = adapter.smp.step(_call)(adapter.model(), adapter.tensor(x))
     sizes = [len(adapter.array(each)) for each in output.outputs]
-    assert sum(sizes) == 10
+    assert sum(sizes) == 11
     assert max(sizes) - min(sizes) == 1
     np.testing.assert_allclose(adapter.array(output.concat()), adapter.reference(x), atol=1e-6)
 
@@ -186,7 +189,7 @@ def batches_that_cannot_be_cut_are_refused(adapter: Adapter) -> None:
 
 @case("smp.step", "config.C07", worlds=("alone", "pipeline"))
 def a_batch_smaller_than_microbatches_is_refused_or_right(adapter: Adapter) -> None:
-    x = adapter.batch(2)
+    x = adapter.batch(1)
     step, model = adapter.smp.step(_call), adapter.model()
     try:
         output = step(model, adapter.tensor(x))
@@ -243,8 +246,10 @@ def objects_that_can_split_themselves_are_asked(adapter: Adapter) -> None:
 
     x, numbers = adapter.batch(8), [float(number) for number in range(8)]
     output = adapter.smp.step(body)(adapter.model(), adapter.tensor(x), Cut(numbers))
-    for m, got in enumerate(output.outputs):
-        expected = adapter.reference(x[2 * m : 2 * m + 2]) + sum(numbers[m::MICROBATCHES])
+    microbatches = adapter.config.microbatches
+    parts = np.split(x, microbatches)
+    for m, (part, got) in enumerate(zip(parts, output.outputs, strict=True)):
+        expected = adapter.reference(part) + sum(numbers[m::microbatches])
         np.testing.assert_allclose(adapter.array(got), expected, atol=1e-5)
 
 
@@ -291,7 +296,7 @@ def _outputs(adapter: Adapter, size: int = 8) -> tuple[Any, list[Any]]:
     """Returns a StepOutput, and what each microbatch must hold."""
     x = adapter.batch(size)
     output = adapter.smp.step(_call)(adapter.model(), adapter.tensor(x))
-    return output, [adapter.reference(part) for part in np.split(x, MICROBATCHES)]
+    return output, [adapter.reference(part) for part in np.split(x, adapter.config.microbatches)]
 
 
 @case("StepOutput", "StepOutput.outputs", worlds=("alone", "pipeline"))
@@ -323,7 +328,7 @@ def results_of_one_microbatch_are_that_microbatch(adapter: Adapter) -> None:
 
 @case("StepOutput.reduce_mean", "config.C07", worlds=("alone", "pipeline"))
 def reduce_mean_of_losses_is_that_of_the_batch(adapter: Adapter) -> None:
-    x = adapter.batch(10)  # 3, 3, 2 and 2 examples
+    x = adapter.batch(11)  # 3, 3, 3 and 2 examples, or 6 and 5
 
     def body(model: Any, x: Any) -> Any:
         return adapter.mean(model(x))
@@ -375,7 +380,7 @@ def accumulate_is_the_mean_in_three_ways(adapter: Adapter) -> None:
 
 @case("StepOutput.reduce_mean", "StepOutput.reduce_sum", worlds=("alone",))
 def outputs_of_several_shapes_are_not_reduced(adapter: Adapter) -> None:
-    x = adapter.batch(10)
+    x = adapter.batch(11)
     output = adapter.smp.step(_call)(adapter.model(), adapter.tensor(x))
     for reduce in (output.reduce_mean, output.reduce_sum):
         with pytest.raises(Exception, match="shape"):
@@ -390,4 +395,4 @@ def scalars_are_stacked_not_concatenated(adapter: Adapter) -> None:
     output = adapter.smp.step(body)(adapter.model(), adapter.tensor(adapter.batch(8)))
     with pytest.raises(Exception, match="stack"):
         output.concat()
-    assert adapter.array(output.stack()).shape == (MICROBATCHES,)
+    assert adapter.array(output.stack()).shape == (adapter.config.microbatches,)

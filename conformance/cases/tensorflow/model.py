@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from conformance.adapters.base import WIDTH
-from conformance.cases.common.stepping import MICROBATCHES
 from conformance.registry import tensorflow_case
 
 _SOME = ("alone", "pipeline", "both")
@@ -90,8 +89,9 @@ def operations_of_the_model_run_once_and_those_outside_everywhere(adapter: Any) 
         return tf.reduce_sum(model(x))
 
     body(adapter.tensor(adapter.batch(8)))
-    assert sum(len(each) for each in smp.allgather(calls, smp.PP_GROUP)) == MICROBATCHES
-    assert float(outside) == MICROBATCHES
+    microbatches = adapter.config.microbatches
+    assert sum(len(each) for each in smp.allgather(calls, smp.PP_GROUP)) == microbatches
+    assert float(outside) == microbatches
 
 
 @tensorflow_case("tensorflow.partitioner.2", "smp.DistributedModel", worlds=("alone", "pipeline"))

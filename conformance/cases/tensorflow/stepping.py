@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from conformance.adapters.base import WIDTH
-from conformance.cases.common.stepping import MICROBATCHES
 from conformance.cases.tensorflow.training import stepped
 from conformance.registry import tensorflow_case
 
@@ -125,7 +124,7 @@ def variables_that_are_returned_become_step_outputs(adapter: Any) -> None:
 
     _, got = body(adapter.tensor(adapter.batch(8)))
     assert isinstance(got, adapter.smp.StepOutput)
-    assert len(got.outputs) == MICROBATCHES
+    assert len(got.outputs) == adapter.config.microbatches
     np.testing.assert_allclose(adapter.array(got.reduce_mean()), [1.0, 2.0])
 
 

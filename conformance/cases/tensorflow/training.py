@@ -11,7 +11,6 @@ import pytest
 from conformance.adapters import adapter_of
 from conformance.adapters.base import Array
 from conformance.cases.common.starting import quickly
-from conformance.cases.common.stepping import MICROBATCHES
 from conformance.registry import tensorflow_case
 from smdistributed.modelparallel.common.testing import run_ranks
 
@@ -181,7 +180,7 @@ def training_without_a_function_is_the_same(adapter: Any) -> None:
 
 @tensorflow_case("config.C07", "StepOutput.reduce_mean", worlds=("alone", "pipeline"))
 def means_of_uneven_microbatches_are_those_of_the_batch(adapter: Any) -> None:
-    model, x, y = adapter.chain(), adapter.batch(10), adapter.batch(10, seed=1)
+    model, x, y = adapter.chain(), adapter.batch(11), adapter.batch(11, seed=1)
     gradients, loss, _ = stepped(adapter, model)(adapter.tensor(x), adapter.tensor(y))
     wanted_loss, wanted = plain_gradients(adapter, x, y)
     np.testing.assert_allclose(float(loss.reduce_mean()), wanted_loss, rtol=1e-5)
@@ -200,7 +199,7 @@ def accumulate_takes_a_variable_of_the_caller(adapter: Any) -> None:
         return model(x)
 
     output = body(adapter.tensor(x))
-    wanted = np.mean(np.split(adapter.reference(x), MICROBATCHES), axis=0)
+    wanted = np.mean(np.split(adapter.reference(x), adapter.config.microbatches), axis=0)
     into = tf.Variable(tf.ones(wanted.shape))
     for _ in range(2):  # what was in it does not count
         got = output.accumulate("variable", into)
