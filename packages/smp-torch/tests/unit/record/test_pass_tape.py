@@ -110,6 +110,19 @@ def test_a_backward_pass_begins_with_what_is_kept_and_frees_it() -> None:
     assert max(each.backward for each in halves) < found.backward
 
 
+def test_gradients_of_weights_are_added_up_as_they_come() -> None:
+    wide = 8 * WIDTH
+    net = nn.Sequential(*(nn.Linear(wide, wide) for _ in range(6)))
+    noted = Noted(net, {})
+
+    def step(x: torch.Tensor) -> None:
+        noted.backward(net(x).sum())
+
+    tape = noted.tape(step, torch.ones(1, wide))
+    found = tape.memory([(0, tape.num_operations)])
+    assert 4 * wide**2 <= found.backward < 1.5 * 4 * wide**2
+
+
 def test_the_loss_is_what_takes_most() -> None:
     net = nn.Linear(WIDTH, 50 * WIDTH)
     noted = Noted(net, {})

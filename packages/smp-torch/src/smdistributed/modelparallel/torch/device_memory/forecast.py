@@ -24,6 +24,8 @@ from smdistributed.modelparallel.torch.sharding.parameter import ShardedParamete
 
 #: Sums of shards are in single precision.
 _SINGLE_BYTES = 4
+#: Of gradients of shards, that are there at a time.
+_PARCELS = 4
 
 
 def expected(runtime: TorchRuntime) -> dict[str, int]:
@@ -49,7 +51,7 @@ def _gathered(runtime: TorchRuntime) -> int:
     """Returns the bytes that come and go with shards, on this rank, at most.
 
     These are the parameters that are gathered, and gradients in parcels: as they are made, as they
-    are sent, and as they come.
+    are sent, and as they come, into two buffers in turn.
     """
     config, total = runtime.config, 0
     for model in models_of(runtime):
@@ -61,7 +63,7 @@ def _gathered(runtime: TorchRuntime) -> int:
         a_number = max(each.element_size() for _, each in sizes)
         gathered = min(elements, config.sdp_max_live_parameters)
         trained = sum(size for size, each in sizes if each.requires_grad)
-        total += a_number * (gathered + 3 * min(trained, config.sdp_reduce_bucket_size))
+        total += a_number * (gathered + _PARCELS * min(trained, config.sdp_reduce_bucket_size))
     return round(total)
 
 
