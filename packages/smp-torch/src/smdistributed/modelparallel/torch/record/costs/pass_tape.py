@@ -111,6 +111,8 @@ class PassTape:
         #: All that autograd keeps.
         self.kept_bytes = 0
         self._known: dict[int, _Memory] = {}
+        #: What autograd keeps of what the microbatch is given, by its number: the sizes.
+        self._given: dict[int, int] = {}
         self._memories: list[_Memory] = []
         self._products: list[_Product] = []
         self.backward = _BackwardTape()
@@ -160,6 +162,9 @@ class PassTape:
             if not memory.kept:
                 self.kept_bytes += memory.num_bytes
             memory.kept.append(keeping)
+        elif memory is None and number not in self._given:
+            self._given[number] = tensor.untyped_storage().nbytes()
+            self.kept_bytes += self._given[number]
         return Kept(weakref.ref(tensor), TensorSpec.of(tensor), keeping)
 
     def give(self, kept: Kept | torch.Tensor) -> torch.Tensor:
@@ -184,7 +189,8 @@ class PassTape:
         for each in self._memories:
             each.uses = [use for use in each.uses if use < num_operations]
             each.kept = [kept for kept in each.kept if kept.at < num_operations]
-        self.kept_bytes = sum(each.num_bytes for each in self._memories if each.kept)
+        made = sum(each.num_bytes for each in self._memories if each.kept)
+        self.kept_bytes = made + sum(self._given.values())
         self._products = [each for each in self._products if each.at < num_operations]
 
     # ------------------------------------------------------------------ the backward pass
