@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
+import logging
 import re
 import resource
 from pathlib import Path
@@ -272,6 +274,53 @@ def foreseen() -> dict[str, tuple[int, int]]:
         "gradients": (before.expected["gradients"], after.kinds["gradients"]),
         "optimizer": (before.expected["optimizer"], after.kinds["optimizer"]),
     }
+
+
+def foreseen_passes() -> dict[str, float]:
+    """Returns what passes of a step were said to hold before it ran, and what one then took."""
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("smdistributed")
+    level, rows, width = logger.level, 512, 64
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        torch.manual_seed(0)
+        layers = [[nn.Linear(width, width), nn.GELU()] for _ in range(24)]
+        net = nn.Sequential(*(each for pair in layers for each in pair))
+        model = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3))
+
+        @smp.step
+        def step(model: Any, x: torch.Tensor) -> None:
+            model.backward(model(x).square().mean())
+
+        x = torch.randn(MICROBATCHES * rows, width)
+
+        def train() -> None:
+            step(model, x)
+            optimizer.step()
+
+        if smp.pp_size() == 1:
+            smp.memory(step, model, x)
+            assert all(each.grad is None for each in model.local_parameters())
+        train()
+        expected = smp.memory().expected["activations"]
+        assert sum("memory in training: " in line for line in told) == (smp.rank() == 0)
+        train()
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        ) as profile:
+            train()
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = [each for each in events if each.name() == "[memory]"]
+    sizes = [each.nbytes() for each in sorted(changes, key=lambda event: event.start_ns())]
+    given = x.nbytes if smp.pp_rank() == 0 else 0  # is there before the step
+    return {"expected": expected, "taken": max(itertools.accumulate(sizes)) + given}
 
 
 def out_of_memory(kind: str) -> None:

@@ -136,6 +136,15 @@ def test_what_training_needs_is_known_before_it(worlds: Worlds, kind: str, world
         assert gradients == pytest.approx(copies * of_gradients * whole, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "world", [pipeline(2, 8, launcher="fork"), pipeline(1, 8)], ids=["pipeline", "alone"]
+)
+def test_what_passes_hold_is_known_before_them(worlds: Worlds, world: World) -> None:
+    for rank in run(worlds, world, memory_cases.foreseen_passes):
+        assert rank["taken"] > 2**20
+        assert 0.97 < rank["expected"] / rank["taken"] < 1.05, rank
+
+
 @pytest.mark.parametrize("kind", quick(["pipeline", "alone"], ["pipeline"]))
 def test_a_rank_without_memory_says_where_it_is(kind: str) -> None:
     num_ranks = 2 if kind == "pipeline" else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,11 @@ def test_a_report_reads_as_a_table() -> None:
         "  in all          46.2 GiB  58.2 GiB in training, and activations",
         "  at most so far  70.0 GiB",
     ]
+    known = dataclasses.replace(report, expected={**report.expected, "activations": 50 * GIB})
+    assert str(known).splitlines()[5:7] == [
+        "  activations               50.0 GiB in training",
+        "  in all          46.2 GiB  108.2 GiB in training",
+    ]
     assert [text_of(size) for size in (0, 1023, 1536, 5 * 2**20)] == [
         *("0 B", "1023 B", "1.5 KiB", "5.0 MiB")
     ]
@@ -103,6 +109,11 @@ def test_the_kind_that_is_large_says_what_to_change(
     kinds: dict[str, float], given: dict[str, Any], first: str
 ) -> None:
     assert advised(report_of(**kinds), runtime_of(**given))[0] == first
+
+
+def test_what_passes_will_hold_counts_before_it_is_there() -> None:
+    report = dataclasses.replace(report_of(parameters=1), expected={"activations": 60 * GIB})
+    assert advised(report, runtime_of())[0] == "activation checkpointing"
 
 
 def test_an_explanation_names_what_frees_most() -> None:

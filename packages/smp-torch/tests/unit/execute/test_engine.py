@@ -446,6 +446,30 @@ def test_every_message_is_sent_once_and_taken_once(
     assert activations == len(sent) / 2  # each comes back as a gradient
 
 
+@pytest.mark.parametrize("policy", ["simple", "interleaved", "zero_bubble"])
+def test_a_message_is_let_go_when_an_answer_tells_that_it_was_used(policy: Any) -> None:
+    step, body = recorded(HALVES, BETWEEN["tanh"])
+    plan = step.plan(body, torch.randn(3, WIDTH))
+    graph = plan.segment_graph(2, halves=policy == "zero_bubble")
+    schedule = build_schedule(graph, 4, policy, 4).schedule
+    itineraries = [prepare([plan] * 4, schedule, rank) for rank in range(2)]
+    for rank, itinerary in enumerate(itineraries):
+        others = itineraries[1 - rank]
+        answered = [m for messages in itinerary.answered for m in messages]
+        assert len(answered) == len(set(answered))
+        assert {m.source for m in answered} <= {rank}
+        for position, messages in enumerate(itinerary.answered):
+            # Whatever has come from the other one by then, it has sent after it used these.
+            come = {m for needs in itinerary.needs[: position + 1] for m in needs}
+            last = max((p for p, sends in enumerate(others.sends) if come & {*sends}), default=-1)
+            used = {m for needs in others.needs[: last + 1] for m in needs}
+            assert used.issuperset(messages)
+    # Gradients are sent for activations: the first rank knows of all that it has sent.
+    assert sorted(m for messages in itineraries[0].answered for m in messages) == sorted(
+        m for sends in itineraries[0].sends for m in sends
+    )
+
+
 @pytest.mark.parametrize("given", [{}, {"device": "cpu"}])
 def test_new_tensors_name_the_default_device(given: dict[str, str]) -> None:
     def between(x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

@@ -182,8 +182,8 @@ def test_what_is_kept_is_what_autograd_keeps(model: nn.Sequential) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     parameters = {name: mode.from_tensor(each) for name, each in model.named_parameters()}
     storages = {each.untyped_storage()._cdata for each in parameters.values()}
-    with mode, Meter(mode, not_kept=storages) as meter:
-        kept = saved_tensors_hooks(meter.keep, lambda tensor: tensor)
+    with mode, Meter(mode, not_kept=storages, counts_kept=True) as meter:
+        kept = saved_tensors_hooks(meter.keep, meter.give)
         with kept:
             torch.func.functional_call(model, parameters, (mode.from_tensor(x),))
     assert meter.bytes == wanted > 0

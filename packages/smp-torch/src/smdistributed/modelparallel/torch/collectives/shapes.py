@@ -1,4 +1,8 @@
-"""Collectives of a run on fake tensors: what a step is recorded from makes shapes only."""
+"""Collectives of a run on fake tensors: what a step is recorded from makes shapes only.
+
+On a host they take as much memory meanwhile as those that move numbers, so that the memory of a
+step is known from its recording. GPUs exchange through windows, which are there all the time.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,11 @@ class ShapesOfFakes(DelegatingCollectives):
     def scatter_sum(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """See ``Collectives.scatter_sum``."""
         if is_fake(tensor):
-            return tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
+            if tensor.is_cuda:
+                return tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
+            parts = torch.split(tensor, list(sizes))
+            given = self.swap(parts, [parts[self.rank].shape] * self.size)
+            return torch.empty_like(given[0])
         return super().scatter_sum(tensor, sizes)
 
     def sum_parts(self, parts: Sequence[torch.Tensor], *, with_own: bool = True) -> torch.Tensor:
@@ -42,12 +50,23 @@ class ShapesOfFakes(DelegatingCollectives):
     ) -> list[torch.Tensor]:
         """See ``Collectives.swap``."""
         if is_fake(parts[0]):
-            return [parts[0].new_empty(shape) for shape in shapes]
+            return _taken(parts, shapes)
         return super().swap(parts, shapes)
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """See ``Collectives.sum``."""
         return torch.empty_like(tensor) if is_fake(tensor) else super().sum(tensor)
+
+
+def _taken(parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+    """Returns fakes of what other ranks give, and on a host has what goes laid side by side."""
+    side_by_side = None
+    if not parts[0].is_cuda:
+        side_by_side = parts[0].new_empty(sum(part.numel() for part in parts))
+    taken = [parts[0].new_empty(shape) for shape in shapes]
+    if side_by_side is not None:
+        side_by_side.view(-1)  # it is there until all has come
+    return taken
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

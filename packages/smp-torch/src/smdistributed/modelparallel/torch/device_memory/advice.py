@@ -10,6 +10,7 @@ import torch
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.topology import Topology
 from smdistributed.modelparallel.torch.device_memory.kinds import (
+    ACTIVATIONS,
     CAPTURED,
     GRADIENTS,
     OPTIMIZER,
@@ -67,7 +68,8 @@ def changes(report: MemoryReport, runtime: TorchRuntime) -> Iterator[Change]:
     """Yields what frees memory of a rank, as its job is configured."""
     config, topology = runtime.config, runtime.topology
     sizes = {kind: max(size, report.expected.get(kind, 0)) for kind, size in report.kinds.items()}
-    passing = float(sizes[OTHER] + sizes.get(CAPTURED, 0))
+    in_use = sizes[OTHER] + sizes.get(CAPTURED, 0)
+    passing = float(max(in_use, report.expected.get(ACTIVATIONS, 0)))
     state = float(sizes[PARAMETERS] + sizes[GRADIENTS] + sizes[OPTIMIZER])
     yield from _of_activations(passing, config, topology)
     yield from _of_state(state, float(sizes[OPTIMIZER]), config, topology)

@@ -2,12 +2,14 @@
 
 #: Weights and buffers of this rank; of shards its own.
 PARAMETERS = "parameters"
-#: Parameters that are gathered from shards, to compute with.
+#: Parameters that are gathered from shards, to compute with; in training gradients on their way.
 GATHERED = "gathered"
 #: Gradients, sums of them, and buckets in which they are exchanged.
 GRADIENTS = "gradients"
 #: What optimizers keep, masters included.
 OPTIMIZER = "optimizer"
+#: What passes hold at their fullest, as far as it is forecast; in use they are other tensors.
+ACTIVATIONS = "activations"
 #: All other tensors: activations, what passes make on their way, what a script keeps.
 OTHER = "other tensors"
 #: What captured passes keep from one step to the next.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from smdistributed.modelparallel.torch.device_memory.kinds import ACTIVATIONS
+
 _UNITS = ("B", "KiB", "MiB", "GiB")
 
 
@@ -23,8 +25,11 @@ class MemoryReport:
             GPUs read and write), ``unused`` (what PyTorch's allocator holds besides), and
             ``outside PyTorch`` (NCCL, kernels, other processes). On a host ``other tensors`` are
             all else that the process keeps in memory.
-        expected: what training will need of a kind, where it is known and more than now. Of
-            activations nothing is known.
+        expected: what training will need of a kind, where it is known and more than now. When a
+            step has been recorded, ``activations`` is what its passes will hold at their fullest:
+            activations that wait for their backward passes, what a pass makes on its way, and
+            what goes between ranks. (In use, that is among ``other tensors``.) ``gathered`` has
+            gradients of shards on their way, too.
         most: that tensors have taken on a GPU since ``torch.cuda.reset_peak_memory_stats``, or the
             process on a host.
     """
@@ -43,7 +48,7 @@ class MemoryReport:
 
     @property
     def expected_total(self) -> int:
-        """All that is known to be in use in training; activations come on top."""
+        """All that is known to be in use in training; without activations while they are not."""
         return self.total + sum(
             max(0, size - self.kinds.get(kind, 0)) for kind, size in self.expected.items()
         )
@@ -51,6 +56,7 @@ class MemoryReport:
     def __str__(self) -> str:
         """A table: kinds with what is in use now, and where it differs, in training."""
         rows = [(kind, text_of(size), self._coming(kind)) for kind, size in self.kinds.items()]
+        rows += [(kind, "", self._coming(kind)) for kind in self.expected if kind not in self.kinds]
         rows.append(("in all", text_of(self.total), self._of_all()))
         rows.append(("at most so far", text_of(self.most), ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -68,7 +74,8 @@ class MemoryReport:
     def _of_all(self) -> str:
         if not self.expected:
             return ""
-        return f"{text_of(self.expected_total)} in training, and activations"
+        total = f"{text_of(self.expected_total)} in training"
+        return total if ACTIVATIONS in self.expected else f"{total}, and activations"
 
 
 def text_of(num_bytes: float) -> str:

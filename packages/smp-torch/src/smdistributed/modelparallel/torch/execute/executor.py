@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,8 +19,8 @@ from smdistributed.modelparallel.torch.execute.passes import Outgoing
 
 #: Called before each action with its direction and microbatch.
 EnterPass = Callable[[Kind, int], None]
-#: What is being sent, with the position of the action after which it leaves.
-_Outgoing = collections.deque[tuple[int, Transfer | Laying]]
+#: What is being sent, in order, with the position of the action after which it leaves.
+_Outgoing = dict[Message, tuple[int, Transfer | Laying]]
 
 
 class Acting(Protocol):
@@ -89,7 +88,7 @@ class Executor:
         """
         marks = []
         incoming: dict[Message, Transfer | Taking] = {}
-        outgoing: _Outgoing = collections.deque()
+        outgoing: _Outgoing = {}
         started, self._started = self._started if acting.is_started else None, None
         if started is None:
             self._clock.begin()
@@ -112,6 +111,7 @@ class Executor:
                 _settle(outgoing, position - 1)
             post(next(posts, ()))
             arrived = [(message, incoming.pop(message).wait()) for message in needs[position]]
+            _end(outgoing, self._itinerary.answered[position])
             enter_pass(action.kind, action.microbatch)
             start = mark()
             leaving = acting.act(position, arrived)
@@ -124,11 +124,11 @@ class Executor:
 
     def _send(self, outgoing: _Outgoing, position: int, leaving: Outgoing) -> None:
         # They end about in the order in which they began: asking the first ones is enough.
-        while outgoing and outgoing[0][1].is_done:
-            outgoing.popleft()
+        while outgoing and (first := next(iter(outgoing.items())))[1][1].is_done:
+            del outgoing[first[0]]
         for message, tensor in leaving:
             transfer = self._links.send_message(tensor, message.target)
-            outgoing.append((position, transfer))
+            outgoing[message] = position, transfer
 
     def sent(self) -> list[tuple[Message, Action, int]]:
         """Returns what this rank sends, after which action, and its size in bytes."""
@@ -155,5 +155,16 @@ class Executor:
 
 def _settle(outgoing: _Outgoing, position: int) -> None:
     """Has what comes next find that all has left that was sent before an action."""
-    while outgoing and outgoing[0][0] < position:
-        outgoing.popleft()[1].wait()
+    while outgoing and (first := next(iter(outgoing.items())))[1][0] < position:
+        first[1][1].wait()
+        del outgoing[first[0]]
+
+
+def _end(outgoing: _Outgoing, answered: Sequence[Message]) -> None:
+    """Lets go of what has been used by those that it was sent to.
+
+    Of a message of gloo nobody knows that it has left, until that is waited for.
+    """
+    for message in answered:
+        if (found := outgoing.pop(message, None)) is not None:
+            found[1].wait()

@@ -28,6 +28,8 @@ class Itinerary:
             before an earlier one: those that it needs, and what their senders send before those.
         needs: for each action, the messages that must have arrived, and were not needed before.
         sends: for each action, the messages that leave after it.
+        answered: for each action, the messages of this rank that others have surely used when all
+            has arrived that it needs, and of which an earlier action could not tell.
         releases: for each action, the (value, microbatch) that this rank needs no longer.
         last_forwards: for each action, the microbatches that have no forward pass here after it.
         num_bytes: the sizes of the messages that this rank sends.
@@ -38,6 +40,7 @@ class Itinerary:
     posts: list[list[Message]]
     needs: list[list[Message]]
     sends: list[list[Message]]
+    answered: list[list[Message]]
     releases: list[list[tuple[int, int]]]
     last_forwards: list[list[int]]
     num_bytes: Mapping[Message, int]
@@ -70,6 +73,7 @@ def prepare(plans: Sequence[Plan], schedule: Schedule, rank: int) -> Itinerary:
         _posts(needs[rank], arrivals),
         needs[rank],
         sends[rank],
+        _answered(needs, sends, rank),
         _releases(plans, actions),
         _last_forwards(actions),
         {message: size for message, size in num_bytes.items() if message.source == rank},
@@ -114,6 +118,35 @@ def _posts(
                 posted.add(following)
                 posts[-1].append(following)
     return posts
+
+
+def _answered(
+    needs: Sequence[Sequence[Sequence[Message]]],
+    sends: Sequence[Sequence[Sequence[Message]]],
+    rank: int,
+) -> list[list[Message]]:
+    """Returns, for each action of a rank, which of its messages are used when it can begin.
+
+    Who sends a message has begun all its actions up to that one, with what they needed.
+    """
+    sent_at = {
+        message: position
+        for actions in sends
+        for position, messages in enumerate(actions)
+        for message in messages
+    }
+    answered: list[list[Message]] = []
+    told = [0] * len(needs)
+    for needed in needs[rank]:
+        answered.append([])
+        for message in needed:
+            begun = sent_at[message] + 1
+            source = message.source
+            for used in itertools.chain(*needs[source][told[source] : begun]):
+                if used.source == rank:
+                    answered[-1].append(used)
+            told[source] = max(told[source], begun)
+    return answered
 
 
 def _last_forwards(actions: Sequence[Action]) -> list[list[int]]:

@@ -222,6 +222,12 @@ class DataParallel:
         found = [tensor for each in self._reductions for tensor in each.memory()]
         return found if self.shards is None else found + self.shards.model.gradients.memory()
 
+    def copied_gradients(self) -> set[nn.Parameter]:
+        """Returns the parameters whose gradients are in buckets besides."""
+        if self.options.gradient_as_bucket_view:
+            return set()
+        return {parameter for each in self._reductions for parameter in each.reduced}
+
     @property
     def reduces(self) -> bool:
         """Whether backward passes matter to it: there are replicas, or a communication hook."""

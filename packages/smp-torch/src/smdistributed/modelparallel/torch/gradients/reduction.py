@@ -124,6 +124,11 @@ class GradientReduction:
         return [*(bucket.flat for bucket in self._buckets), *self._earlier.values()]
 
     @property
+    def reduced(self) -> Sequence[nn.Parameter]:
+        """Those whose gradients travel in buckets."""
+        return self._reduced
+
+    @property
     def is_needed(self) -> bool:
         """Whether there is anything to do after a backward pass."""
         return self._replicas.size > 1 or self._hook is not None

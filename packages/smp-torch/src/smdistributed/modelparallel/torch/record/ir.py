@@ -21,7 +21,7 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.record.calls.forward_hooks import Spot as HookSpot
 from smdistributed.modelparallel.torch.record.calls.regions import Region
+from smdistributed.modelparallel.torch.record.costs.pass_tape import PassTape
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.carried import Carried
@@ -283,7 +284,8 @@ class Node:
         """
         if trials:
             teller = min(trials) if owner is None or owner not in trials else owner
-            self.work = trials[teller].work
+            # Each rank has a tape of its own.
+            self.work = replace(trials[teller].work, spans=self.work.spans)
         stateful = {module: set(names) for module, names in self.stateful.items()}
         for trial in trials.values():
             self.in_turn = self.in_turn or trial.in_turn
@@ -428,9 +430,11 @@ class Graph:
         buffers: of split modules, what becomes of those that it changes.
         constants: what each microbatch reads besides its arguments, in the order of the nodes'
             targets.
+        tape: what its passes hold, as long as nobody has asked; None where it was not noted.
     """
 
     def __init__(self) -> None:
+        self.tape: PassTape | None = None
         self.nodes: list[Node] = []
         self.late: list[Node] = []
         self.gradients: list[HookedGradient] = []

@@ -315,6 +315,7 @@ class Recorder(TorchFunctionMode):
         self._leaves = LeafCalls(self._context, now, *parts, self._new.copy)
         self._state.begin()
         self._calls.begin()
+        self._is_first = not trace.start.following
 
     def _deed_of(self, entry: Entry) -> Deed | None:
         """See ``CallsAside.deed_of``; also between microbatches."""
@@ -356,6 +357,8 @@ class Recorder(TorchFunctionMode):
                 )
             else:
                 entry.way = self._way(values, now.log, entry)
+                if self._is_first:  # else the tape of another microbatch has its beginning
+                    entry.way.graph.tape = self._calls.profile.tape
                 now.at.following.append(entry)
         passed = Passed(result, entry.way, now.constants, now.pending, self._calls.profile, opened)
         if entry.way is not None:
@@ -475,6 +478,8 @@ class Recorder(TorchFunctionMode):
         assigned = {key: each for key, each in assigned.items() if key in self._buffers}
         opened.end.args = returned, tuple(each.tensor for each in passed.pending), assigned
         opened.end.way = way = self._way(values, everything, opened.end)
+        if not opened.known:
+            way.graph.tape = passed.profile.tape
         at.following.append(opened.end)
         return way
 
@@ -729,9 +734,19 @@ class Recorder(TorchFunctionMode):
                     entry = Entry(EntryKind.BACKWARD, model, "model.backward", args)
                     self._now.add(entry)
                     entry.result = self._gradients.reached(tensor)
+                    self._differentiate(tensor)
                 else:
                     self._known.answer(entry, lambda: None)
             self._gradients.arrive(tensor, entry)
+
+    def _differentiate(self, root: torch.Tensor) -> None:
+        """Has it noted what a backward pass holds, if none of the user's code would run in it."""
+        state, tape = self._state, self._context.meter.tape
+        if tape is None or state.backward_code or state.gradient_reads or state.parameter_hooks:
+            return
+        fakes = {id(fake): fake for model in self._scene.models for fake in model.slots.values()}
+        leaves = [each for each in fakes.values() if each.is_leaf and each.requires_grad]
+        tape.differentiate(root, leaves)
 
 
 def _is_own(function: Any) -> bool:

@@ -61,6 +61,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMod
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.execute.links import Links
 from smdistributed.modelparallel.torch.execute.peers import Peers
+from smdistributed.modelparallel.torch.planning.passes_held import PassesAhead
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.runtime.codec import TORCH_CODEC
 from smdistributed.modelparallel.torch.runtime.control_plane import TorchTransport
@@ -131,6 +132,7 @@ class TorchRuntime(Runtime):
         measuring: counts the steps of a job that is measured; None where it is not.
         order: which kind of schedule steps have.
         has_open_order: the script has chosen none, and the first partition will.
+        passes: what is known of the memory of those of steps.
         replaced_parameters: those that tensor parallelism has put others in the places of, and
             their names.
     """
@@ -159,6 +161,7 @@ class TorchRuntime(Runtime):
     pending_save: BackgroundSave | None = None
     planning: Planning | None = None
     measuring: CountedSteps | None = None
+    passes: PassesAhead = field(default_factory=PassesAhead)
     order: Wish = field(init=False)
     has_open_order: bool = field(init=False)
 

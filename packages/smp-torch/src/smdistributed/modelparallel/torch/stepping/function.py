@@ -164,6 +164,27 @@ class StepFunction:
             "model.backward in it."
         )
 
+    def foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Records a call, and has it known what its passes will hold; computes nothing. Local.
+
+        Raises:
+            ConfigError: there are several partitions, or the call does not train.
+        """
+        runtime = self._slot.get()
+        if runtime.topology.pp_size > 1:
+            raise ConfigError(
+                "with several partitions it is known what passes hold when the first step has been "
+                f"recorded, before it is computed; received step function {self.name}, to record "
+                "it apart: call smp.memory() after the step, or read the log."
+            )
+        held = self._planned(runtime).held(args, kwargs)
+        if held is None:
+            raise ConfigError(
+                f"what passes hold is known of a step that trains; {self.name} asks for no "
+                "gradients: call model.backward in it."
+            )
+        runtime.passes.note(self._function, [held])
+
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Binds like a function, so that methods can be step functions."""
         return self if instance is None else types.MethodType(self, instance)

@@ -99,7 +99,7 @@ class Lockstep:
         self._runtime = runtime
         self._function = function
         self._inside = inside
-        self._tracing = Tracing(runtime, compiles_runs=compiles_runs)
+        self._tracing = Tracing(runtime, function, compiles_runs=compiles_runs)
         self._is_first = runtime.coordinates.pp_rank == 0
         self._traces: OrderedDict[tuple[object, ...], Trace] = OrderedDict()
         self._ways_in: dict[Trace, int] = {}

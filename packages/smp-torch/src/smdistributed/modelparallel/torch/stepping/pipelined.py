@@ -44,6 +44,7 @@ from smdistributed.modelparallel.torch.model.distributed import (
     models_of,
     unmade,
 )
+from smdistributed.modelparallel.torch.planning.passes_held import passes_held
 from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.trace.tree import EntryKind
@@ -147,6 +148,7 @@ class PipelinedStep(StepOnFakes):
             self.runtime.random.end()
         self._inputs.check_written(batch, [each.graph.written for each in passed])
         prepared = self._preparation.of(tuple(each.plan for each in passed))
+        self._tell_of_passes(prepared)
         constants = [each.constants_read() for each in passed]
         scales = _scales(self._differentiated_by(passed), batch.weights)
         trained = self._models_of(prepared.differentiated)
@@ -223,6 +225,14 @@ class PipelinedStep(StepOnFakes):
             if entry.kind is EntryKind.BACKWARD
         }
         return [model for model in models_of(self.runtime) if model.get_module() in roots]
+
+    def _tell_of_passes(self, prepared: Prepared) -> None:
+        """Has it known what passes hold, before the first of a training runs."""
+        ahead, num_ranks = self.runtime.passes, self.runtime.topology.pp_size
+        if prepared.differentiated and not ahead.knows(self._function):
+            held = passes_held(prepared.plans, prepared.schedule, num_ranks)
+            if held is not None:
+                ahead.note(self._function, held)
 
     # ------------------------------------------------------------------ models that go
 

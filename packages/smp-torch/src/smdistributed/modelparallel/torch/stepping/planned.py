@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules, tensors_to_cut
+from smdistributed.modelparallel.common.planning.schedule import Kind
 from smdistributed.modelparallel.common.search.profile import (
     Graphs,
     ModelProfile,
@@ -26,6 +27,7 @@ from smdistributed.modelparallel.torch.activations.blocks import stacks_of
 from smdistributed.modelparallel.torch.model.distributed import DistributedModel, models_of
 from smdistributed.modelparallel.torch.model.replacing import sliced_modules
 from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
+from smdistributed.modelparallel.torch.planning.passes_held import PassesHeld
 from smdistributed.modelparallel.torch.planning.unit_profile import beside_modules, unit_profile
 from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
@@ -110,11 +112,38 @@ class PlannedStep(StepOnFakes):
         Raises:
             UnsupportedError: the call changes something that cannot be put back.
         """
+        with self._put_back():
+            return self.recorded(args, kwargs)
+
+    def held(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PassesHeld | None:
+        """Records a call; returns what the passes of one process hold, if it trains. Local.
+
+        Raises:
+            UnsupportedError: the call changes something that cannot be put back.
+        """
+        with self._put_back():
+            for model in models_of(self.runtime):
+                model.refresh()
+            try:
+                batch = self._inputs.agree(args, kwargs, StepSeed().number, lambda batch: None)
+                passed, meter = self._recorded(batch, keeps=True)
+            finally:
+                self.runtime.random.end()
+        if not _trains(passed) or meter.tape is None:
+            return None
+        memory = meter.tape.memory([(0, meter.tape.num_operations)])
+        given = sum(each.numel() * each.element_size() for each in tensors_in(batch.given))
+        most = max(memory.most_in(Kind.FORWARD), memory.most_in(Kind.BACKWARD))
+        return PassesHeld(most, memory.kept, 1, given)
+
+    @contextlib.contextmanager
+    def _put_back(self) -> Iterator[None]:
+        """Inside, a step is recorded; at the end everything is as it was."""
         modules = [each for model in models_of(self.runtime) for each in model.modules()]
         with torch.random.fork_rng(devices=[]), python_random_kept():
             before = Snapshot(modules, [self._function])
             try:
-                return self.recorded(args, kwargs)
+                yield
             finally:
                 before.note_changes()
                 before.put_all_back()
@@ -197,7 +226,9 @@ class PlannedStep(StepOnFakes):
         runtime, call = self.runtime, batch.calls[0]
         fakes = [model.holder.fakes for model in models_of(runtime)]
         scene = Scene(fakes, {}, fakes, [self._function])
-        meter = Meter(runtime.fake_mode, not_kept=scene.storages if keeps else None)
+        meter = Meter(
+            runtime.fake_mode, not_kept=scene.storages if keeps else None, counts_kept=keeps
+        )
         recorder = Recorder(
             scene,
             runtime.fake_mode,
@@ -213,7 +244,7 @@ class PlannedStep(StepOnFakes):
             trace = Trace([each.empty(runtime.device) for each in specs])
         with contextlib.ExitStack() as stack:
             if keeps:
-                hooks = torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor)
+                hooks = torch.autograd.graph.saved_tensors_hooks(meter.keep, meter.give)
                 stack.enter_context(hooks)
             stack.enter_context(self._running(recorder))
             stack.enter_context(recorder.on_fakes())

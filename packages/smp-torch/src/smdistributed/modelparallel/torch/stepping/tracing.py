@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -16,20 +18,26 @@ from smdistributed.modelparallel.torch.record.costs.work import Operations
 from smdistributed.modelparallel.torch.record.scene import Scene
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
+logger = logging.getLogger(__name__)
+
 
 class Tracing:
     """The meters of a step function's runs on fakes, and what its work costs.
 
     Args:
         runtime: the state of the library in this process.
+        function: the step function's.
         compiles_runs: what lies between modules is compiled.
 
     Attributes:
         costs: what work costs.
     """
 
-    def __init__(self, runtime: TorchRuntime, *, compiles_runs: bool) -> None:
+    def __init__(
+        self, runtime: TorchRuntime, function: Callable[..., Any], *, compiles_runs: bool
+    ) -> None:
         self._runtime = runtime
+        self._function = function
         self._operations = Operations()
         self.costs = ComputeCosts(compiles_runs=compiles_runs)
 
@@ -43,12 +51,27 @@ class Tracing:
         """
         self.costs.measures |= any(each.tracing.trace_execution_times for each in models)
         operations = self._operations if self.costs.measures else None
-        if not (scene.open and any(each.tracing.trace_memory_usage for each in models)):
+        counts_kept = bool(scene.open) and any(each.tracing.trace_memory_usage for each in models)
+        if not (counts_kept or self._notes_passes):
             yield Meter(self._runtime.fake_mode, operations)
             return
-        meter = Meter(self._runtime.fake_mode, operations, not_kept=scene.storages)
-        with torch.autograd.graph.saved_tensors_hooks(meter.keep, lambda tensor: tensor):
+        meter = Meter(
+            self._runtime.fake_mode,
+            operations,
+            not_kept=scene.storages,
+            counts_kept=counts_kept,
+        )
+        with torch.autograd.graph.saved_tensors_hooks(meter.keep, meter.give):
             yield meter
+
+    @property
+    def _notes_passes(self) -> bool:
+        """Whether it is noted what passes hold, which takes half as long again on fakes.
+
+        It makes no difference but for the log, and each rank may do as it likes.
+        """
+        is_asked = logger.isEnabledFor(logging.INFO)
+        return is_asked and not self._runtime.passes.knows(self._function)
 
     def measure(self, group: CommGroup) -> None:
         """Times what is new, on the first rank of a group. Collective: that group."""

@@ -17,6 +17,15 @@ def storage_of(tensor: torch.Tensor) -> int:
     return number
 
 
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one piece of memory: sparse ones, and those of transforms, are not."""
+    try:
+        storage_of(tensor)
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
 def overlapping(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     """Returns the pairs of tensors, by position, whose first and last bytes enclose common ones."""
     reaches = [_reach(each) for each in tensors]

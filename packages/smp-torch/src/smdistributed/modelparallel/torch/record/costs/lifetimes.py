@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.compat.private.tensors import has_memory, storage_of
 
 
 @dataclass
@@ -53,11 +53,11 @@ class Lifetimes:
             given: what it reads or writes.
             made: what it returns.
         """
-        known = set(map(storage_of, filter(_has_memory, given)))
+        known = set(map(storage_of, filter(has_memory, given)))
         for memory in known:
             if (life := self._lives.get(memory)) is not None:
                 life.used = self.called
-        for tensor in filter(_has_memory, made):
+        for tensor in filter(has_memory, made):
             memory = storage_of(tensor)
             if memory not in known:  # a number is given again when its memory is gone
                 if (former := self._lives.get(memory)) is not None:
@@ -81,12 +81,3 @@ class Lifetimes:
             changes[used] -= life.num_bytes
         # What is born after the call of module k - 1 crosses the cut before module k.
         return list(itertools.accumulate(changes))
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one piece of memory: sparse ones, and those of transforms, are not."""
-    try:
-        storage_of(tensor)
-    except (NotImplementedError, RuntimeError):
-        return False
-    return True

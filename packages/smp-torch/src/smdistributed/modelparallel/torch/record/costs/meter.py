@@ -16,9 +16,10 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     TorchDispatchMode,
     computes_on_fakes,
 )
-from smdistributed.modelparallel.torch.compat.private.tensors import storage_of
+from smdistributed.modelparallel.torch.compat.private.tensors import has_memory
 from smdistributed.modelparallel.torch.record.costs.flops import FlopCounter, is_half
 from smdistributed.modelparallel.torch.record.costs.lifetimes import Lifetimes
+from smdistributed.modelparallel.torch.record.costs.pass_tape import Kept, PassTape
 from smdistributed.modelparallel.torch.record.costs.work import Operations, Work, makes_tensors
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.tensors.writes import note_view, note_writes
@@ -96,12 +97,14 @@ class Profile:
             before it; and for the end.
         step_draws: the random numbers that the step function itself draws, outside all modules.
         reached: the parameters and buffers of others that a module's own code uses, past the tree.
+        tape: what passes hold; None where it was not noted.
     """
 
     modules: dict[nn.Module, ModuleProfile] = field(default_factory=dict)
     crossing: list[int] = field(default_factory=list)
     step_draws: Draws = Draws()
     reached: dict[nn.Module, frozenset[tuple[nn.Module, str]]] = field(default_factory=dict)
+    tape: PassTape | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class Reading:
     bytes: int
     random_draws: int
     untold: int
+    tape: int
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -129,8 +133,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mode: of the fakes; None without any. With it, real tensors are not written to: fakes of
             them are.
         operations: takes note of each operation, to be timed; None where counts are enough.
-        not_kept: memory that is there anyhow; bytes are then those of tensors that autograd keeps,
-            which must be told to ``keep``. None counts all that operations make.
+        not_kept: memory that is there anyhow, where it is noted what passes hold: what autograd
+            keeps must be told to ``keep`` then.
+        counts_kept: bytes are those of tensors that autograd keeps; else of all that are made.
     """
 
     def __init__(
@@ -139,14 +144,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operations: Operations | None = None,
         *,
         not_kept: Container[int] | None = None,
+        counts_kept: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._operations = operations
         self._names: list[str] = []
         self._not_kept = not_kept
-        #: Memory is held, so that its number is not given to another.
-        self._kept: dict[int, torch.UntypedStorage] = {}
+        self._counts_kept = counts_kept
+        self.tape: PassTape | None = None
         self.flops = 0
         #: Those of products of two matrices and of convolutions: of layers with a weight.
         self._weight_flops = 0
@@ -160,6 +166,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.untold = 0
         self.writes = 0
         self.lifetimes = Lifetimes()
+        self.begin()
         self._flop_counter = FlopCounter()
 
     def reading(self) -> Reading:
@@ -177,6 +184,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.bytes,
             self.random_draws,
             self.untold,
+            0 if self.tape is None else self.tape.num_operations,
         )
 
     def put_back(self, reading: Reading) -> None:
@@ -188,6 +196,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes, self.random_draws = reading.bytes, reading.random_draws
         self.untold = reading.untold
         del self._names[reading.operations :]
+        if self.tape is not None:
+            self.tape.put_back(reading.tape)
 
     @property
     def work(self) -> Work:
@@ -206,18 +216,35 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._weight_products - reading.weight_products,
             self._moved_bytes - reading.moved_bytes,
             tuple(self._names[reading.operations :]),
+            () if self.tape is None else ((reading.tape, self.tape.num_operations),),
         )
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Takes note of a tensor that autograd keeps for a backward pass, and returns it."""
-        memory = storage_of(tensor)
-        if not (self._not_kept is None or memory in self._not_kept or memory in self._kept):
-            self._kept[memory] = tensor.untyped_storage()
-            self.bytes += self._kept[memory].nbytes()
-        return tensor
+    def begin(self) -> None:
+        """Starts a microbatch."""
+        self.lifetimes.begin()
+        if self._not_kept is not None:
+            self.tape = PassTape(self._not_kept)
+
+    def keep(self, tensor: torch.Tensor) -> Kept | torch.Tensor:
+        """Takes note of a tensor that autograd keeps for a backward pass; see ``PassTape``."""
+        assert self.tape is not None
+        before = self.tape.kept_bytes
+        kept = self.tape.keep(tensor)
+        if self._counts_kept:
+            self.bytes += self.tape.kept_bytes - before
+        return kept
+
+    def give(self, kept: Kept | torch.Tensor) -> torch.Tensor:
+        """Gives autograd what it has kept."""
+        assert self.tape is not None
+        return self.tape.give(kept)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.tape is not None and self.tape.backward.is_running:
+            out = func(*args, **kwargs)
+            self.tape.backward.note(filter(has_memory, tensors_in(out)))
+            return out
         if func._schema.is_mutable:
             written = written_by(func, args, kwargs)
             note_writes(written)
@@ -230,7 +257,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for each in tensors_in(out):
                 if isinstance(each, FakeTensor):
                     note_view(each, args[0])
-        self.lifetimes.note(tensors_in((tuple(args), kwargs)), tensors_in(out))
+        given, made = tensors_in((tuple(args), kwargs)), tensors_in(out)
+        self.lifetimes.note(given, made)
+        if self.tape is not None and (given or made):
+            weight_bytes = _weight_bytes(func, args) if func._overloadpacket in OF_WEIGHTS else 0
+            self.tape.note(filter(has_memory, given), [*filter(has_memory, made)], weight_bytes)
         if func in _WRITING_STATISTICS and args[5]:
             note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
@@ -250,7 +281,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kernels += 1
             if self._operations is not None:
                 self._names.append(self._operations.name(func, args, kwargs, count.flops))
-        if self._not_kept is None and isinstance(out, torch.Tensor):
+        if not self._counts_kept and isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out
 
@@ -260,6 +291,13 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake = self._mode.from_tensor(tensor)
         note_view(fake, tensor)
         return fake
+
+
+def _weight_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Returns the size of what a product is made with, which may be a weight."""
+    weight = args[2 if func._overloadpacket is torch.ops.aten.addmm else 1]
+    size: int = weight.numel() * weight.element_size()
+    return size
 
 
 @functools.cache

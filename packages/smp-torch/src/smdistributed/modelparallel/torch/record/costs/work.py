@@ -14,6 +14,8 @@ from smdistributed.modelparallel.torch.compat.private.tensors import is_of_leaf
 from smdistributed.modelparallel.torch.tensors.nested import template, tensors_in, text
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
+_NO_COUNTS = ("operations", "spans")
+
 
 @dataclass(frozen=True)
 class Work:
@@ -30,6 +32,7 @@ class Work:
         moved_bytes: what operations read and write that are no products.
         operations: the names of the operations that reached the dispatcher, in ``Operations``;
             empty where costs are counted.
+        spans: where they stand on the tape of their microbatch.
     """
 
     flops: int = 0
@@ -41,18 +44,23 @@ class Work:
     weight_products: int = 0
     moved_bytes: int = 0
     operations: tuple[str, ...] = ()
+    spans: tuple[tuple[int, int], ...] = ()
 
     def __sub__(self, other: Work) -> Work:
-        """Returns what is left without another's counts; operations have none."""
+        """Returns what is left without another's counts; what is no count is left out."""
         return Work(**self._counted(other, operator.sub))
 
     def __add__(self, other: Work) -> Work:
         work = Work(**self._counted(other, operator.add))
-        return dataclasses.replace(work, operations=self.operations + other.operations)
+        return dataclasses.replace(
+            work,
+            operations=self.operations + other.operations,
+            spans=self.spans + other.spans,
+        )
 
     def _counted(self, other: Work, of: Callable[[int, int], int]) -> dict[str, Any]:
-        """Returns what becomes of each count with another's; operations are none."""
-        names = (each.name for each in dataclasses.fields(self) if each.name != "operations")
+        """Returns what becomes of each count with another's."""
+        names = (each.name for each in dataclasses.fields(self) if each.name not in _NO_COUNTS)
         return {name: of(getattr(self, name), getattr(other, name)) for name in names}
 
 

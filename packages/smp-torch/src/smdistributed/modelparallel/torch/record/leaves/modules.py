@@ -122,7 +122,7 @@ class ModuleCalls:
     def begin(self) -> None:
         """Starts a microbatch."""
         self.profile = Profile()
-        self._meter.lifetimes.begin()
+        self._meter.begin()
         self._stack = [Frame(None, STEP_FUNCTION)]
         self._calls.clear()
 
@@ -145,6 +145,9 @@ class ModuleCalls:
 
     def finish(self) -> None:
         """Takes from the end of the run what is known then alone."""
+        if self._meter.tape is not None:
+            self._meter.tape.close()
+        self.profile.tape = self._meter.tape
         self.profile.crossing = self._meter.lifetimes.crossing(len(self.profile.modules))
         frame = self._stack[0]
         self.profile.step_draws = Draws(frame.draws, frozenset(frame.functions))

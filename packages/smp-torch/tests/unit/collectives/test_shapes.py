@@ -1,0 +1,45 @@
+"""Exchanges on fakes: shapes, and on a host as much memory meanwhile as exchanges take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
+from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode
+from smdistributed.modelparallel.torch.record.costs.pass_tape import PassTape
+from smdistributed.modelparallel.torch.tensors.nested import tensors_in
+
+#: Of a rank's part.
+ROWS, WIDTH = 4, 8
+PART = 4 * ROWS * WIDTH
+
+
+class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations on a tape."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = PassTape({})
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.tape.note(tensors_in((args, kwargs or {})), tensors_in(out))
+        return out
+
+
+@pytest.mark.parametrize(("device", "parts"), [("cpu", 2 + 2 + 2), ("cuda", 2 + 1)])
+def test_a_sum_on_a_host_lays_parts_side_by_side(device: str, parts: int) -> None:
+    backend: Any = SimpleNamespace(size=2, rank=1)
+    collectives = ShapesOfFakes(backend)
+    with FakeTensorMode(), _Noting() as noting:
+        tensor = torch.empty(2 * ROWS, WIDTH, device=device)
+        found = collectives.scatter_sum(tensor, [ROWS, ROWS])
+    assert found.shape == (ROWS, WIDTH)
+    assert found.device.type == device
+    whole = noting.tape.memory([(0, noting.tape.num_operations)])
+    assert whole.forward == parts * PART
