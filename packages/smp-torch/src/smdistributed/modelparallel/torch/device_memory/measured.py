@@ -31,6 +31,7 @@ from smdistributed.modelparallel.torch.device_memory.kinds import (
     WINDOWS,
 )
 from smdistributed.modelparallel.torch.device_memory.report import MemoryReport
+from smdistributed.modelparallel.torch.runtime.capacity import capacity_of
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 #: Always told, in this order; the others where there are some.
@@ -66,13 +67,13 @@ class Region(NamedTuple):
 def report(runtime: TorchRuntime) -> MemoryReport:
     """Returns what the device of this process holds. Local."""
     device = runtime.device
+    capacity = capacity_of(device)
     known = by_kind(spans(runtime))
     if device.type == "cuda":
-        free, capacity = torch.cuda.mem_get_info(device)
+        free, _ = torch.cuda.mem_get_info(device)
         kinds = on_gpu(known, _regions(device), capacity - free)
         most = torch.cuda.max_memory_allocated(device)
     else:
-        capacity = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         kinds = {kind: sum(end - start for start, end in known[kind]) for kind in known}
         kinds[OTHER] = max(0, _resident() - sum(kinds.values()))
         most = _most_resident()

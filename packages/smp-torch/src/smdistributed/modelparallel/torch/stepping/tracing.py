@@ -16,9 +16,13 @@ from smdistributed.modelparallel.torch.planning.timing import measure
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.work import Operations
 from smdistributed.modelparallel.torch.record.scene import Scene
+from smdistributed.modelparallel.torch.runtime.capacity import capacity_of
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)
+
+#: Of a device. Where parameters and what belongs to them take more, activations may not fit.
+_MUCH_OF_MEMORY = 0.25
 
 
 class Tracing:
@@ -52,7 +56,7 @@ class Tracing:
         self.costs.measures |= any(each.tracing.trace_execution_times for each in models)
         operations = self._operations if self.costs.measures else None
         counts_kept = bool(scene.open) and any(each.tracing.trace_memory_usage for each in models)
-        if not (counts_kept or self._notes_passes):
+        if not (counts_kept or self._notes_passes(models)):
             yield Meter(self._runtime.fake_mode, operations)
             return
         meter = Meter(
@@ -64,14 +68,24 @@ class Tracing:
         with torch.autograd.graph.saved_tensors_hooks(meter.keep, meter.give):
             yield meter
 
-    @property
-    def _notes_passes(self) -> bool:
+    def _notes_passes(self, models: Sequence[DistributedModel]) -> bool:
         """Whether it is noted what passes hold, which takes half as long again on fakes.
 
-        It makes no difference but for the log, and each rank may do as it likes.
+        It makes no difference but for the log, which tells it, or warns where it does not fit. Each
+        rank may do as it likes.
         """
-        is_asked = logger.isEnabledFor(logging.INFO)
-        return is_asked and not self._runtime.passes.knows(self._function)
+        if self._runtime.passes.knows(self._function):
+            return False
+        return logger.isEnabledFor(logging.INFO) or self._is_memory_short(models)
+
+    def _is_memory_short(self, models: Sequence[DistributedModel]) -> bool:
+        """Whether parameters, their gradients and two moments may leave little to activations."""
+        runtime = self._runtime
+        parameters = (each for model in models for each in model.get_module().parameters())
+        needed = 4 * sum(each.numel() * each.element_size() for each in parameters)
+        sharing = runtime.transport.local_size if runtime.device.type == "cpu" else 1
+        own = needed * sharing / runtime.topology.pp_size
+        return own > _MUCH_OF_MEMORY * capacity_of(runtime.device)
 
     def measure(self, group: CommGroup) -> None:
         """Times what is new, on the first rank of a group. Collective: that group."""
