@@ -172,6 +172,23 @@ def test_right_splits_are_proven_on_each_processor(
             assert _proven(make(), plan).outputs == (SUM,)
 
 
+@pytest.mark.parametrize("num_vague", [0, 2, 3])
+def test_other_numbers_are_tried_where_rounding_leaves_some_without_meaning(
+    num_vague: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vague, seen = proof.Tolerance.is_vague, list[proof.Tolerance]()
+
+    def is_vague(tolerance: proof.Tolerance, place: int) -> bool:
+        if tolerance not in seen:
+            seen.append(tolerance)
+        return len(seen) <= num_vague or vague(tolerance, place)
+
+    monkeypatch.setattr(proof.Tolerance, "is_vague", is_vague)
+    told = pytest.raises(RefutedError, match="rounding alone")
+    with told if num_vague == 3 else contextlib.nullcontext():
+        assert _proven(Block(), FEED_FORWARD).outputs == (SUM,)
+
+
 def _by_index(h: torch.Tensor) -> torch.Tensor:
     return h * torch.arange(h.shape[-1])
 
