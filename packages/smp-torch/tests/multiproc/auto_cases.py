@@ -140,6 +140,32 @@ class Own(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+class Early(FeedForward):
+    """Drops from its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.dropout(x))
+
+
+class Turned(nn.Module):
+    """Gives a block an input that lies in memory with the positions first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Early()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x + self.inner(x.transpose(0, 1).contiguous().transpose(0, 1))
+
+
+class Dropping(Own):
+    """Has a last block that goes by how its input lies in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Turned())
+
+
 def own_loss(model: Any, ids: Any, hidden: Any, states: Any, kinds: Any) -> torch.Tensor:
     hidden = hidden.clone()
     hidden[:, :1] = 0  # a row without any key would be undefined
@@ -206,7 +232,7 @@ def trained() -> None:
 def dropout_losses() -> list[float]:
     """Returns the losses of all microbatches of a model that drops, as one process has them."""
     gc.collect()  # models that still live have a place in the keys of random numbers
-    model = smp.DistributedModel(split(Own, 31) if smp.tp_size() > 1 else whole(Own, 31))
+    model = smp.DistributedModel(split(Dropping, 31) if smp.tp_size() > 1 else whole(Dropping, 31))
     train = tensor_cases.step_of(own_loss)
     size = smp.tp_size()
     losses: list[float] = []
@@ -809,11 +835,57 @@ def compiled() -> None:
     assert with_lanes == losses(are_lanes=False, drops=True)
 
 
+class Given(nn.Module):
+    """Returns what it is given beside what its slices compute; all of that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor | None = None, scale: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        x = torch.ones(WIDTH, dtype=self.up.bias.dtype) if x is None else x
+        hidden = self.up(x).relu()
+        if scale is not None:
+            hidden = hidden * scale.abs().unsqueeze(-1)
+        return self.down(hidden), x
+
+
+def given() -> None:
+    """The own call has what it was given, of any type; what comes back may be changed in place."""
+    model, reference = smp.DistributedModel(split(Given, 3).double()), whole(Given, 3).double()
+    draws = generator(smp.tp_rank())
+    parts = (torch.randn(3, 4, generator=draws, dtype=torch.float64) for _ in range(2))
+    complex_ = torch.complex(*parts)
+    numbers = torch.randn(3, 4, WIDTH, generator=draws, dtype=torch.float64)
+
+    def changed(module: Any, *, with_gradients: bool) -> list[torch.Tensor]:
+        x = numbers.clone().requires_grad_()
+        hidden = (x * 2).transpose(0, 1).contiguous().transpose(0, 1)
+        with torch.set_grad_enabled(with_gradients):
+            result, same = module(hidden)
+        same += 1  # which is what was given
+        loss = hidden.square().sum() + (0 if with_gradients else result.sum())
+        return [loss, *torch.autograd.grad(loss, x)]
+
+    ways: list[Callable[[Any], list[torch.Tensor]]] = [
+        lambda module: changed(module, with_gradients=True),
+        lambda module: changed(module, with_gradients=False),
+        lambda module: [module(numbers, complex_.conj())[0]],
+        lambda module: [module(numbers, (complex_.real * 3).to(torch.int16))[0]],
+        lambda module: [module(*(numbers,) * smp.tp_rank())[0]],  # one rank has no tensor
+    ]
+    for number, way in enumerate(ways):
+        for got, want in zip(way(model), way(reference), strict=True):
+            tensor_cases.assert_close(got, want, f"{number}", rtol=1e-9, atol=1e-12)
+
+
 BEHAVIOUR = {
     each.__name__: each
     for each in (
         *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
-        *(numbered, agreed, told, activations_shared, called_alike, compiled),
+        *(numbered, agreed, told, activations_shared, called_alike, compiled, given),
     )
 }
 PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}

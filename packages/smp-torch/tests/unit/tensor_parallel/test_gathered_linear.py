@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,6 +38,16 @@ def test_gradients_of_a_slice_are_those_of_a_linear_map(dtype: torch.dtype, toge
         found, torch.autograd.grad(whole, given), (1, SHARE, SHARE), strict=True
     ):
         torch.testing.assert_close(each, wanted * share)
+
+
+def test_a_slice_takes_a_vector() -> None:
+    x, weight, bias = given = tensors(torch.float64)
+    results = [
+        function(x[0], weight, bias) for function in (partial(sliced_linear, GROUP), F.linear)
+    ]
+    found, wanted = (torch.autograd.grad(each.square().sum(), given) for each in results)
+    for each, whole, share in zip(found, wanted, (1, SHARE, SHARE), strict=True):
+        torch.testing.assert_close(each, whole * share)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])

@@ -330,6 +330,17 @@ def test_long_sequences_are_shortened_where_widths_are_as_long() -> None:
     assert {length for _, length in seen} == {6}
 
 
+def test_a_result_for_each_example_is_refused() -> None:
+    """More examples give more tensors, of which nobody has seen how they are split."""
+
+    class Listed(Block):
+        def forward(self, x: Any) -> Any:
+            return [super(Listed, self).forward(each) for each in x]
+
+    with pytest.raises(RefutedError, match="returns more tensors or fewer"):
+        _proven(Listed(), FEED_FORWARD, (2, 6, WIDTH))
+
+
 def test_attention_of_no_heads_is_refused_before_it_ends_the_process() -> None:
     class NoKeys(nn.Module):
         def forward(self, states: torch.Tensor) -> torch.Tensor:

@@ -32,10 +32,13 @@ class ExchangeStream:
 
     Args:
         device: where exchanges run.
+
+    Attributes:
+        device: as given.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._stream: torch.cuda.Stream | None = None
         self._other: torch.cuda.Stream | None = None
         self._is_entered = False
@@ -71,7 +74,7 @@ class ExchangeStream:
     @effect
     def _enter(self, *given: torch.Tensor) -> None:
         assert self._stream is not None
-        self._other = torch.cuda.current_stream(self._device)
+        self._other = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(self._other)
         _used_on(self._stream, given)
         torch.cuda.set_stream(self._stream)
@@ -107,7 +110,7 @@ class ExchangeStream:
     @effect
     def _await(self, mark: Mark, *made: torch.Tensor) -> None:
         assert mark.event is not None
-        other = torch.cuda.current_stream(self._device)
+        other = torch.cuda.current_stream(self.device)
         other.wait_event(mark.event)
         _used_on(other, made)
 
@@ -139,7 +142,7 @@ class ExchangeStream:
     @effect
     def _part(self) -> None:
         assert self._stream is not None
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         self._before.append(current)
         if current == self._stream:
             assert self._other is not None
@@ -149,7 +152,7 @@ class ExchangeStream:
     @effect
     def _meet(self) -> None:
         assert self._stream is not None
-        other = torch.cuda.current_stream(self._device)
+        other = torch.cuda.current_stream(self.device)
         other.wait_stream(self._stream)
         self._stream.wait_stream(other)
         torch.cuda.set_stream(self._before.pop())
@@ -160,7 +163,7 @@ class ExchangeStream:
         if self._stream is None:
             yield
             return
-        other = torch.cuda.current_stream(self._device)
+        other = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(other)
         yield
         other.wait_stream(self._stream)
@@ -170,7 +173,7 @@ class ExchangeStream:
         """Whether what is started now has its place in the order of exchanges."""
         if self._stream is None or self._is_entered:
             return True
-        return torch.cuda.current_stream(self._device) == self._stream
+        return torch.cuda.current_stream(self.device) == self._stream
 
 
 class OnOneStream(DelegatingCollectives):

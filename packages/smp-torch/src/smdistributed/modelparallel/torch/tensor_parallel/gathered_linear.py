@@ -196,6 +196,10 @@ def _apply(
     return result
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
+
+
 def _of_weight(gradient: torch.Tensor, inputs: torch.Tensor, share: float) -> torch.Tensor:
     nothing = gradient.new_zeros(())
     return torch.addmm(nothing, gradient.t(), inputs.conj(), beta=0, alpha=share)
@@ -265,11 +269,11 @@ class _SlicedLinear(torch.autograd.Function):
         if of_input:
             # Under autocast the product, and with it its gradient, has another type.
             of_tensor = (gradient @ weight.conj().to(gradient.dtype)).to(ctx.dtype)
-        flat = gradient.flatten(0, -2)
+        flat = _rows(gradient)
         if ctx.needs_input_grad[1]:
             if group is not None:
                 group.stream.wait(mark, [tensor])
-            inputs = tensor.to(gradient.dtype).flatten(0, -2)
+            inputs = _rows(tensor.to(gradient.dtype))
             if ctx.together is None:
                 of_weight = _of_weight(flat, inputs, ctx.share)
             else:
@@ -304,9 +308,9 @@ class _CompiledLinear(torch.autograd.Function):
         of_tensor = of_weight = of_bias = None
         if ctx.needs_input_grad[0]:
             of_tensor = (gradient @ weight.conj().to(gradient.dtype)).to(tensor.dtype)
-        flat = gradient.flatten(0, -2)
+        flat = _rows(gradient)
         if ctx.needs_input_grad[1]:
-            inputs = tensor.to(gradient.dtype).flatten(0, -2)
+            inputs = _rows(tensor.to(gradient.dtype))
             of_weight = _of_weight(flat, inputs, ctx.share).to(weight.dtype)
         if bias is not None and ctx.needs_input_grad[2]:
             of_bias = (flat.sum(0) * ctx.share).to(bias.dtype)

@@ -10,7 +10,7 @@ import torch
 from smdistributed.modelparallel.torch.collectives.streams import Mark
 from smdistributed.modelparallel.torch.compat.between import no_call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.agreement import LaneCall
-from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
+from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call, has_gaps
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     Shapes,
     Travelling,
@@ -52,12 +52,12 @@ class CallTensors:
                 self._same[path] = move
             else:
                 self._moves[path] = move
-        given = {path: move.own(tensors.get(path)) for path, move in self._moves.items()}
+        own = {path: move.own(tensors.get(path)) for path, move in self._moves.items()}
         if group.is_prescaled:
-            given = {path: _entered(group, each) for path, each in given.items()}
+            own = {path: _entered(group, self._moves[path], each) for path, each in own.items()}
         else:
-            given = self._begin(given)
-        self.own = self._with_same({path: given[path] for path in given if path in tensors})
+            self._begin(own)
+        self.own = self._with_same({path: own[path] for path in own if path in tensors})
 
     def arrived(self) -> list[dict[str, torch.Tensor]]:
         """Returns the tensors of all calls, after the own has been computed.
@@ -65,42 +65,47 @@ class CallTensors:
         Not of a prescaled batch, whose ranks all make the own call.
         """
         group = self._group
-        everyones: dict[str, Sequence[torch.Tensor]] = {
-            path: arrived(group, each) for path, each in self._travelling.items()
-        }
+        everyones: dict[str, Sequence[torch.Tensor]] = {}
+        for path, each in self._travelling.items():
+            others = arrived(group, each)
+            everyones[path] = [*others[: group.rank], each.token, *others[group.rank :]]
         if not everyones:  # else what came after the constants has been waited for
             every = [each for constants in self._constants.values() for each in constants]
             group.stream.wait(self._mark, every)
         everyones.update(self._constants)
         found: list[dict[str, torch.Tensor]] = [{} for _ in range(group.size)]
         for path, parts in everyones.items():
-            for lane, shape, part in zip(found, self._moves[path].shapes, parts, strict=True):
-                if shape is not None:
-                    lane[path] = part
-        return list(map(self._with_same, found))
+            move = self._moves[path]
+            for number, part in enumerate(parts):
+                if number != group.rank and move.shapes[number] is not None:
+                    found[number][path] = move.as_laid_out(number, part)
+        lanes = list(map(self._with_same, found))
+        lanes[group.rank] = self.own
+        return lanes
 
-    def _begin(self, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Sends what is given; returns that for the own call."""
+    def _begin(self, own: dict[str, torch.Tensor]) -> None:
+        """Sends what the own call has."""
         group, moves = self._group, self._moves
-        constants = {path: each for path, each in given.items() if not moves[path].needs_gradient}
+        constants = [path for path in own if not moves[path].needs_gradient]
         if constants:
+            given = [moves[path].given(group.rank, own[path]) for path in constants]
             sizes = [moves[path].sizes for path in constants]
-            made = constants_to_lanes(group, list(constants.values()), sizes)
+            made = constants_to_lanes(group, given, sizes)
             self._constants = dict(zip(constants, made, strict=True))
-        for path, tensor in given.items():
-            if path not in constants:
-                self._travelling[path] = to_lanes(group, tensor, moves[path].sizes)
+        for path, tensor in own.items():
+            if moves[path].needs_gradient:
+                given_ = moves[path].given(group.rank, tensor)
+                self._travelling[path] = to_lanes(group, given_, moves[path].sizes)
         if not self._travelling:
             self._mark = group.stream.mark()
-        return constants | {path: each.own for path, each in self._travelling.items()}
 
     def _with_same(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         same = {path: tensors[first] for path, first in self._same.items() if first in tensors}
         return tensors | same
 
 
-def _entered(group: TensorGroup, tensor: torch.Tensor) -> torch.Tensor:
-    return enter(group, tensor, [tensor.shape[0]] if tensor.dim() else [1])
+def _entered(group: TensorGroup, move: _Move, tensor: torch.Tensor) -> torch.Tensor:
+    return enter(group, move.like_others(tensor), [tensor.shape[0]] if tensor.dim() else [1])
 
 
 class _Move(NamedTuple):
@@ -108,32 +113,50 @@ class _Move(NamedTuple):
 
     Attributes:
         shapes: of each rank's; None where its call has none.
+        orders: of each rank's, the dims in the order of its memory, see ``Hole``.
         dtype, device: of all.
         needs_gradient: that of some rank requires one; then all do.
-        is_laid_out_otherwise: the own one lies in memory in another way than it comes to others;
-            what is dropped goes by that.
+        has_gaps: the own one cannot lie in memory for others as it does here.
     """
 
     shapes: list[tuple[int, ...] | None]
+    orders: list[tuple[int, ...] | None]
     dtype: torch.dtype
     device: torch.device
     needs_gradient: bool
-    is_laid_out_otherwise: bool
+    has_gaps: bool
 
     @property
     def sizes(self) -> Shapes:
         """The shapes of what ranks give: something without numbers where a call has none."""
-        return tuple((0,) if each is None else each for each in self.shapes)
+        pairs = zip(self.shapes, self.orders, strict=True)
+        return tuple(
+            (0,) if shape is None else tuple(shape[dim] for dim in order or range(len(shape)))
+            for shape, order in pairs
+        )
 
     def own(self, tensor: torch.Tensor | None) -> torch.Tensor:
-        """Returns what a rank gives whose call has a tensor; or none, which takes part as well."""
+        """Returns what the own call has; where it has no tensor, what takes part as well."""
         if tensor is None:
-            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
-        if self.is_laid_out_otherwise:
-            tensor = tensor.contiguous()
-        if self.needs_gradient and not tensor.requires_grad:
-            tensor = tensor.detach().requires_grad_()
-        return tensor
+            return torch.empty(0, dtype=self.dtype, device=self.device)
+        return tensor.clone() if self.has_gaps else tensor
+
+    def given(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what a rank gives the others of its own tensor."""
+        order = self.orders[rank]
+        return self.like_others(tensor if order is None else tensor.permute(order))
+
+    def like_others(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor that requires a gradient if that of another rank does."""
+        needs_one = self.needs_gradient and not tensor.requires_grad
+        return tensor.detach().requires_grad_() if needs_one else tensor
+
+    def as_laid_out(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns what a rank has given as it lies in its memory: what is dropped goes by that."""
+        order = self.orders[rank]
+        if order is None:
+            return tensor
+        return tensor.permute([order.index(dim) for dim in range(len(order))])
 
 
 # What is asked of tensors here is no part of a pass: of shapes alone it is asked otherwise.
@@ -156,9 +179,10 @@ def _moves(
         needed = any(each is not None and each[1].requires_grad for each in theirs)
         moves[path] = _Move(
             [None if each is None else each[0] for each in theirs],
+            [None if each is None else each[1].order for each in theirs],
             kinds.pop(),
-            next(iter(own.values())).device,
+            next((each.device for each in own.values()), group.stream.device),
             needed and torch.is_grad_enabled(),
-            path in own and not own[path].is_contiguous(),
+            path in own and has_gaps(own[path]),
         )
     return moves

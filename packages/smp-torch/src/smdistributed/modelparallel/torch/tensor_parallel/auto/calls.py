@@ -50,12 +50,14 @@ class Hole:
     Attributes:
         dtype, num_dims, requires_grad: of the tensor.
         same_as: the path before it that has the same tensor.
+        order: its dims in the order of its memory, if another one.
     """
 
     dtype: torch.dtype
     num_dims: int
     requires_grad: bool
     same_as: str | None = None
+    order: tuple[int, ...] | None = None
 
 
 class Call:
@@ -121,6 +123,7 @@ class Call:
                 each.dim(),
                 each.requires_grad and torch.is_grad_enabled(),
                 self.same.get(name),
+                _order_of(each),
             )
             for name, each in zip(self.paths, self.tensors, strict=True)
         ]
@@ -162,6 +165,25 @@ class Call:
             first = made.get(self.same.get(path, ""))
             made[path] = form.sample(draws, dtype, size) if first is None else first
         return self.filled(list(made.values()))
+
+
+def has_gaps(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has not its memory for itself, as one with every second row, or one row."""
+    return not tensor.is_contiguous() and _strides_like(tensor) != tensor.stride()
+
+
+def _order_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the dims in the order of memory; None if that is theirs."""
+    if tensor.is_contiguous():
+        return None
+    strides = _strides_like(tensor)
+    order = tuple(sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True))
+    return None if order == tuple(range(tensor.dim())) else order
+
+
+def _strides_like(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Returns how torch lays out what has the form of a tensor, as what is dropped from it."""
+    return torch.empty_like(tensor, device="meta").stride()
 
 
 def tensors_in(nested: Any) -> list[torch.Tensor]:

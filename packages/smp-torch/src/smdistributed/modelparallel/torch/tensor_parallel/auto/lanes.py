@@ -4,9 +4,10 @@ Lane ``r`` is the call of rank ``r``, with what that rank has given, on every ra
 its slices of all calls. Sizes may differ between lanes. With a prescaled batch all ranks make the
 same call, which is the only lane.
 
-Of its own call a rank has everything at once, so it computes that first, while what the others have
-given comes. In the backward pass their calls are differentiated first, as autograd goes the other
-way; what comes of that for their ranks travels while the own call is.
+Of its own call a rank has everything at once, so it computes that first, with the very tensors that
+it was given, while what the others have given comes. In the backward pass their calls are
+differentiated first, as autograd goes the other way; what comes of that for their ranks travels
+while the own call is.
 """
 
 from __future__ import annotations
@@ -84,13 +85,11 @@ class Travelling:
     """A tensor that ranks give each other for their calls.
 
     Attributes:
-        own: for the own call.
         shapes: of the tensor in each call.
         way: on which it is.
         token: for autograd, which goes by it.
     """
 
-    own: torch.Tensor
     shapes: Shapes
     way: _Way
     token: torch.Tensor
@@ -100,27 +99,26 @@ class Travelling:
 def to_lanes(group: TensorGroup, tensor: torch.Tensor, shapes: Shapes) -> Travelling:
     """Begins to give every rank what each rank has for its call; see ``arrived``.
 
+    What the others find for its gradient is added to that of the own call, which has the tensor.
+
     Args:
         group: the ranks.
         tensor: of the own call; it requires a gradient.
         shapes: of this tensor in each call.
     """
     way = _Way()
-    own, token = _Own.apply(tensor, group.handle, way, shapes)  # type: ignore[no-untyped-call]
-    return Travelling(own, shapes, way, token)
+    token = _Given.apply(tensor, group.handle, way, shapes)  # type: ignore[no-untyped-call]
+    return Travelling(shapes, way, token)
 
 
 @run_as_written
 def arrived(group: TensorGroup, tensor: Travelling) -> list[torch.Tensor]:
-    """Returns a tensor for the calls of all ranks, after the own has been computed.
-
-    Gradients are summed.
-    """
+    """Returns a tensor for the calls of the other ranks, after the own has been computed."""
     found: Any = _Others.apply(  # type: ignore[no-untyped-call]
         tensor.token, group.handle, tensor.way, tensor.shapes
     )
     group.exchanged(found[0])
-    return [*found[: group.rank], tensor.own, *found[group.rank :]]
+    return list(found)
 
 
 @run_as_written
@@ -171,10 +169,13 @@ def _gathered(
     sizes = [torch.Size(shape).numel() for shape in shapes]
     if not sum(sizes):
         return tuple(tensor.new_empty(shape) for shape in shapes)
-    is_bool = tensor.dtype == torch.bool
-    flat = tensor.contiguous().view(-1)
-    together = collectives.gather(flat.view(torch.uint8) if is_bool else flat, sizes)
-    parts = torch.split(together.view(torch.bool) if is_bool else together, sizes)
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    if tensor.is_floating_point() or tensor.is_complex():
+        together = collectives.gather(flat, sizes)
+    else:  # as bytes: not every library knows every type
+        bytes_ = [size * tensor.element_size() for size in sizes]
+        together = collectives.gather(flat.view(torch.uint8), bytes_).view(tensor.dtype)
+    parts = torch.split(together, sizes)
     return tuple(part.view(shape) for part, shape in zip(parts, shapes, strict=True))
 
 
@@ -200,10 +201,6 @@ def _scattered(collectives: Collectives, lanes: Sequence[torch.Tensor]) -> torch
     order = in_memory(own)
     back = [order.index(dim) for dim in range(own.dim())]
     return no_view(total.view([own.shape[dim] for dim in order]).permute(back))
-
-
-def _own_again(ctx: Any, of_own: torch.Tensor | None, of_token: torch.Tensor | None) -> Any:
-    return _Own.gradient(ctx, of_own), None, None, None
 
 
 def _others_again(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -242,32 +239,23 @@ def _parted_again(ctx: Any, *gradients: torch.Tensor) -> Any:
     return None, None, None, ctx.handle().exchanged(made, in_backward=True)
 
 
-class _Own(torch.autograd.Function):
-    """A tensor for the own call, given to the others. Its gradient is the sum over all calls.
+class _Given(torch.autograd.Function):
+    """A tensor of the own call, given to the others: what they find for its gradient comes back.
 
-    What comes back from the others has no way of its own through autograd, which would wait for it
-    before the own call is differentiated: a token stands for it.
+    That comes by a token. Of several nodes that could run autograd takes the one that was made
+    last, so this one, made before the own call was computed, waits for it after that call has been
+    differentiated.
     """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, handle: Handle, way: _Way, shapes: Shapes) -> Any:
         ctx.handle, ctx.way = handle, way
-        ctx.set_materialize_grads(False)
         way.give(handle(), tensor, shapes)
-        return tensor.view_as(tensor), tensor.new_empty(0)
+        return tensor.new_empty(0)
 
     @staticmethod
-    @differentiated_by(_own_again)
-    def backward(ctx: Any, of_own: torch.Tensor | None, of_token: torch.Tensor | None) -> Any:
-        return _Own.gradient(ctx, of_own), None, None, None
-
-    @staticmethod
-    def gradient(ctx: Any, of_own: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns the sum."""
-        of_others: torch.Tensor | None = ctx.way.of_others(ctx.handle())
-        if of_own is None or of_others is None:
-            return of_others if of_own is None else of_own
-        return of_own + of_others
+    def backward(ctx: Any, of_token: torch.Tensor) -> Any:
+        return ctx.way.of_others(ctx.handle()), None, None, None
 
 
 class _Others(torch.autograd.Function):

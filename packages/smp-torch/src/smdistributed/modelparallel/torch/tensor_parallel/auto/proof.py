@@ -244,6 +244,8 @@ class _Trial:
             source = None
         weights = self._weights_like(expected.tensors)
         wanted = [*expected.tensors, *_gradients(source, expected.tensors, weights)]
+        if known is not None and len(known.outputs) != len(expected.tensors):
+            raise RefutedError("it returns more tensors or fewer")
         number = len(wanted)
         wanted += kept.values()
         tolerance = Tolerance(wanted, self._moved(arguments, source, weights, kept))
