@@ -49,7 +49,13 @@ class LaneCall:
 
 @run_as_written
 def agreed(
-    group: TensorGroup, who: str, call: Call, *, training: bool, has_changed: bool
+    group: TensorGroup,
+    who: str,
+    call: Call,
+    *,
+    training: bool,
+    has_changed: bool,
+    makes_shapes: bool,
 ) -> tuple[list[LaneCall], bool]:
     """Returns the calls of all ranks, which may differ in sizes and in what they leave out.
 
@@ -61,6 +67,7 @@ def agreed(
         call: the own.
         training: whether the module trains.
         has_changed: whether a script has changed what proofs of this rank's module have read.
+        makes_shapes: this rank alone makes the call, see ``TensorGroup``.
 
     Returns:
         the calls, and whether the module of any rank has changed.
@@ -70,7 +77,7 @@ def agreed(
     """
     tensors = call.tensors
     own = tuple(tuple(each.shape) for each in tensors)
-    if group.makes_shapes(*tensors):
+    if makes_shapes:
         return [LaneCall(call, own)] * group.size, has_changed
     sizes = [size for each in own for size in each]
     about = zlib.crc32(repr((who, training, torch.is_grad_enabled())).encode())

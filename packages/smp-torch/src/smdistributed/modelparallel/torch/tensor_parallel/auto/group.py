@@ -225,7 +225,8 @@ class ClosedGroup(DistributedModule):
         """
         group = self.tensor_group
         caches = caches_in((args, kwargs))
-        makes_shapes = group.makes_shapes(*tensors_in((args, kwargs)))
+        # A call without tensors makes some of its parameters.
+        makes_shapes = group.makes_shapes(*tensors_in((args, kwargs)) or self.parameters())
         if caches and not makes_shapes:
             if self._is_between_steps() and not torch.is_grad_enabled():
                 return self._computed_whole(*args, **kwargs)
@@ -320,7 +321,10 @@ class ClosedGroup(DistributedModule):
         """Returns the calls of all ranks, and what is known of each. Collective: TP_GROUP."""
         changed = [] if makes_shapes else self._smp_seen.changed()
         lanes, has_any_changed = agreed(
-            self.tensor_group, self.place, call, training=self.training, has_changed=bool(changed)
+            *(self.tensor_group, self.place, call),
+            training=self.training,
+            has_changed=bool(changed),
+            makes_shapes=makes_shapes,
         )
         if makes_shapes:
             return lanes, [self._proof_for_shapes(lane) for lane in lanes]
