@@ -610,6 +610,7 @@ def test_calls_of_a_compiled_module_that_is_given_a_cache_are_those_of_the_tape(
         ("draws", "and draws"),
         ("has graphs", "and has graphs"),
         ("is one of two", "several backends"),
+        ("is checkpointed", "in a checkpoint"),
     ],
 )
 def test_a_compiled_module_that_is_given_a_cache_is_refused_if_it(how: str, reason: str) -> None:
@@ -630,7 +631,10 @@ def test_a_compiled_module_that_is_given_a_cache_is_refused_if_it(how: str, reas
 
     recording = Recording(CPU, DEVICES, [torch.ones(2)], [], lambda function: function, fakes())
     with recording.recording(), around(recording):
-        result = block(torch.ones(2), cache)
+        if how == "is checkpointed":
+            result = checkpoint(block, torch.ones(2), cache, use_reentrant=False)
+        else:
+            result = block(torch.ones(2), cache)
         if how == "is one of two":
             other(torch.ones(2), cache)
     recording.end([result])

@@ -274,6 +274,8 @@ class Recording(TorchFunctionMode):
         name, backend = type(module).__name__, backend_of(compiled_call(module))
         if self._draws:  # it has one key for all that it draws, which its Python would not have
             self.tape.refuse(f"a compiled {name} is given an object with state, and draws")
+        elif self._region is not None:  # computed again it runs compiled, and keeps other tensors
+            self.tape.refuse(f"a compiled {name} is given an object with state, in a checkpoint")
         elif uses_cuda_graphs(backend):
             self.tape.refuse(f"a compiled {name} is given an object with state, and has graphs")
         elif self.tape.compiler not in (None, backend):
