@@ -120,7 +120,7 @@ class DistributedModel(BaseModel):
             the operations of the model take, forward and backward, in place of their number. Rank
             0 times each different operation by itself, on the device that it trains on, when it
             is first met; that takes seconds, and the partition may differ from run to run. Whole
-            passes are timed in the fourth step then, as on GPUs in any job, unless
+            passes are timed in the fourth step then, as on GPUs without replicas, unless
             ``torch.use_deterministic_algorithms(True)`` asks for the same bits in each run; those
             that follow may have another order.
         overlapping_allreduce: with ddp, reduce each bucket of gradients over the data-parallel

@@ -4,7 +4,7 @@ Counted costs, and operations timed one by one, say less of a pass than the pass
 kernels find in caches, how fast the device runs under load, what the host does in between. What
 microbatches are computed, and what from, stays; only the order of passes may change, and with it
 the order in which gradients are added up. GPUs tell what passes took without being waited for, so
-there it is the default, unless PyTorch is asked for the same bits in each run.
+there it is the default without replicas, unless PyTorch is asked for the same bits in each run.
 
 Source: smd_model_parallel_pytorch.rst, DistributedModel (trace_execution_times).
 """
@@ -100,9 +100,15 @@ class PassTimes:
 
     @property
     def _is_usual(self) -> bool:
-        """Whether passes are timed though no model asks for it."""
+        """Whether passes are timed though no model asks for it.
+
+        Replicas would have to ask each other, and a script may have them call other step functions.
+        """
+        runtime = self._runtime
         return (
-            self._runtime.device.type == "cuda" and not torch.are_deterministic_algorithms_enabled()
+            runtime.device.type == "cuda"
+            and runtime.topology.rdp_cp_size == 1
+            and not torch.are_deterministic_algorithms_enabled()
         )
 
     def _own(self, prepared: Prepared, marks: Sequence[Any]) -> _Seconds:
