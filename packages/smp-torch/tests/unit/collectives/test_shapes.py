@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode
+from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.pass_tape import PassTape
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
@@ -43,3 +44,18 @@ def test_a_sum_on_a_host_lays_parts_side_by_side(device: str, parts: int) -> Non
     assert found.device.type == device
     whole = noting.tape.memory([(0, noting.tape.num_operations)])
     assert whole.forward == parts * PART
+
+
+def test_what_modules_make_is_counted_alike_on_hosts_and_gpus() -> None:
+    backend: Any = SimpleNamespace(size=2, rank=1)
+    collectives = ShapesOfFakes(backend)
+
+    def counted(device: str) -> int:
+        with FakeTensorMode() as mode:
+            tensor = torch.empty(2 * ROWS, WIDTH, device=device)
+            with Meter(mode) as meter:
+                collectives.scatter_sum(tensor, [ROWS, ROWS])
+                collectives.swap([tensor, tensor], [tensor.shape] * 2)
+        return meter.bytes
+
+    assert counted("cpu") == counted("cuda") == 5 * PART

@@ -2,11 +2,13 @@
 
 On a host they take as much memory meanwhile as those that move numbers, so that the memory of a
 step is known from its recording. GPUs exchange through windows, which are there all the time.
+Partitions are to be the same on both: what modules make is counted without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -33,8 +35,9 @@ class ShapesOfFakes(DelegatingCollectives):
         if is_fake(tensor):
             if tensor.is_cuda:
                 return tensor.new_empty((sizes[self.rank], *tensor.shape[1:]))
-            parts = torch.split(tensor, list(sizes))
-            given = self.swap(parts, [parts[self.rank].shape] * self.size)
+            with _exchanging():
+                parts = torch.split(tensor, list(sizes))
+                given = self.swap(parts, [parts[self.rank].shape] * self.size)
             return torch.empty_like(given[0])
         return super().scatter_sum(tensor, sizes)
 
@@ -62,11 +65,32 @@ def _taken(parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[
     """Returns fakes of what other ranks give, and on a host has what goes laid side by side."""
     side_by_side = None
     if not parts[0].is_cuda:
-        side_by_side = parts[0].new_empty(sum(part.numel() for part in parts))
+        with _exchanging():
+            side_by_side = parts[0].new_empty(sum(part.numel() for part in parts))
     taken = [parts[0].new_empty(shape) for shape in shapes]
     if side_by_side is not None:
-        side_by_side.view(-1)  # it is there until all has come
+        with _exchanging():
+            side_by_side.view(-1)  # it is there until all has come
     return taken
+
+
+#: How many exchanges are in progress that make memory of their own.
+_num_exchanging = 0
+
+
+@contextlib.contextmanager
+def _exchanging() -> Iterator[None]:
+    global _num_exchanging
+    _num_exchanging += 1
+    try:
+        yield
+    finally:
+        _num_exchanging -= 1
+
+
+def is_exchanging() -> bool:
+    """Whether what is made now is memory of an exchange, and no result."""
+    return _num_exchanging > 0
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

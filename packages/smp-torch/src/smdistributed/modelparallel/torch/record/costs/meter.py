@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.torch.collectives.shapes import is_exchanging
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensor,
     FakeTensorMode,
@@ -262,6 +263,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.tape is not None and (given or made):
             weight_bytes = _weight_bytes(func, args) if func._overloadpacket in OF_WEIGHTS else 0
             self.tape.note(filter(has_memory, given), [*filter(has_memory, made)], weight_bytes)
+        if is_exchanging():
+            return out
         if func in _WRITING_STATISTICS and args[5]:
             note_writes([each for each in args[3:5] if each is not None])
         if torch.Tag.nondeterministic_seeded in func.tags and _may_draw(func, args, kwargs):
