@@ -18,12 +18,15 @@ import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.config import load
 from smdistributed.modelparallel.common.errors import ConfigError
 from smdistributed.modelparallel.common.launcher import plan
+from smdistributed.modelparallel.common.planning.pass_memory import PassMemory
+from smdistributed.modelparallel.common.search.devices import device_of
 from smdistributed.modelparallel.common.search.measurement import (
     MEASURE_VARIABLE,
     Measured,
     Wanted,
 )
 from smdistributed.modelparallel.common.search.profile import ModelProfile
+from smdistributed.modelparallel.common.search.stages import Cutter
 from smdistributed.modelparallel.common.testing import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -168,6 +171,14 @@ def kept_by_a_microbatch(examples: int) -> int:
     return sum(sizes.values())
 
 
+def held_by(profile: ModelProfile) -> PassMemory:
+    """Returns what the passes of a microbatch of 4 examples hold in one process."""
+    stages = Cutter(profile, device_of("h100")).stages(1, 4, 1, v_shaped=False)
+    assert stages is not None
+    [piece] = stages.pieces
+    return piece.memory
+
+
 def test_the_profile_has_what_the_step_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     profile: ModelProfile = plan.recorded(["train.py", "8"], dict(plan.os.environ))
@@ -180,7 +191,9 @@ def test_the_profile_has_what_the_step_has(folder: Path, monkeypatch: pytest.Mon
     # Two moments, and a count of steps for each parameter.
     assert whole.optimizer_bytes == 8 * elements + 4 * num_parameters
     assert whole.computation.of_weights == 2 * 4 * (4 * 2 * 48 * 96 + 48 * 8)
-    assert whole.kept_bytes == kept_by_a_microbatch(4)
+    # What it is given is there anyhow.
+    assert held_by(profile).kept == kept_by_a_microbatch(4) - 4 * 4 * 48
+    assert profile.given_bytes == 8 * 4 * 48
     assert profile.settings["pipeline_parallel_degree"] == 4
     # Tensor-parallel ranks share the weights; a block exchanges once for its two maps.
     assert whole.sliced_elements == 4 * 2 * 48 * 96 + 48 * 8
@@ -192,16 +205,20 @@ def test_what_is_computed_again_is_not_kept(folder: Path, monkeypatch: pytest.Mo
     profile = plan.recorded(["train.py", "8", "again"], dict(plan.os.environ))
     whole = sum((unit.own for unit in profile.root.walk()), profile.beside)
     assert whole.recomputed.of_weights == 2 * 4 * (4 * 2 * 48 * 96)
+    held = held_by(profile)
     # Inputs of the four blocks and of the last layer, and its result, which is squared.
-    assert whole.kept_bytes == 4 * 4 * (5 * 48 + 8)
-    [block] = {unit.own.again_bytes for unit in profile.root.walk() if unit.own.again_bytes}
-    assert block == 4 * 4 * (48 + 1 + 1 + 48 + 96 + 96)
+    assert held.kept == 4 * 4 * (5 * 48 + 8)
+    # A block keeps this while it is computed again, beside gradients of its widest activation and
+    # of a weight.
+    again, widest = 4 * 4 * (1 + 1 + 48 + 96 + 96), 4 * 4 * 96
+    assert again < held.backward - held.kept - 4 * 48 * 96 < again + 2 * widest
     # A plan knows that of a script that computes nothing again.
     plain = plan.recorded(["train.py", "8"], dict(plan.os.environ))
     assert plain.stacks == (("0", "1", "2", "3"),)
     planned = plain.with_checkpoints(1)
     for recorded, figures in zip(profile.root.walk(), planned.root.walk(), strict=True):
         assert recorded.own == figures.own
+    assert held_by(planned) == held
 
 
 def test_a_job_takes_the_best_line_by_itself(folder: Path) -> None:

@@ -54,7 +54,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
         function()
         return 10.0 if function.__name__ == "differentiate" else 1.0
 
-    monkeypatch.setattr(timing, "_seconds", seconds)
+    monkeypatch.setattr(timing, "seconds_of", seconds)
 
 
 def costs_of(step: Callable[[], Any]) -> list[PassCosts]:
@@ -91,7 +91,7 @@ def test_what_cannot_be_called_by_itself_computes_as_fast_as_the_rest() -> None:
     names = names_of(step, operations)
     failing = next(each for each in names if "cholesky" in each)
     known = operations.known[failing]
-    operations.known[failing] = type(known)(known.function, (), {}, flops=2**17)
+    operations.known[failing] = type(known)(known.function, (), {}, 2**17, 0)
     # A product of 2 ** 16 operations takes a second; so do three other calls without any.
     assert measure(operations.known, CPU)[failing] == PassCosts(2.0 * 2, 4.0 * 2)
 

@@ -11,8 +11,8 @@ from recorded import CPU, Recorded
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.pass_memory import PassMemory
+from smdistributed.modelparallel.common.planning.pass_tape import PassTape
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
-from smdistributed.modelparallel.torch.record.costs.pass_tape import PassTape
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 
 ROWS, WIDTH = 64, 32

@@ -122,8 +122,9 @@ def _run(argv: list[str]) -> int:
         # Plans and pictures, and the tables in which they are shown, are a third of all imports.
         from smdistributed.modelparallel.common.launcher import plan
 
-        machine = plan.machine_of(hosts, arguments.plan, arguments.memory)
-        request = plan.Request(program, hosts, machine, parameters=merged.parameters)
+        request = plan.Request(
+            program, hosts, arguments.plan, arguments.memory, parameters=merged.parameters
+        )
         return plan.run(request, settings.launch_environment(os.environ, merged))
     num_cores = len(os.sched_getaffinity(0))
     environ, remark = job_environment(

@@ -34,10 +34,19 @@ from smdistributed.modelparallel.common.launcher.hosts import (
 from smdistributed.modelparallel.common.launcher.measuring import measured
 from smdistributed.modelparallel.common.planning.report import timeline_svg
 from smdistributed.modelparallel.common.search import tables
-from smdistributed.modelparallel.common.search.devices import DEVICES, Machine, device_like
+from smdistributed.modelparallel.common.search.devices import (
+    DEVICES,
+    USUAL_DEVICE,
+    Machine,
+    device_like,
+)
 from smdistributed.modelparallel.common.search.measurement import Calibrations
 from smdistributed.modelparallel.common.search.plan import CommandOf, Line, Plan
-from smdistributed.modelparallel.common.search.profile import PROFILE_VARIABLE, ModelProfile
+from smdistributed.modelparallel.common.search.profile import (
+    PROFILE_DEVICE_VARIABLE,
+    PROFILE_VARIABLE,
+    ModelProfile,
+)
 
 _NOTHING_FITS_EXIT_CODE = 1
 
@@ -49,7 +58,8 @@ class Request:
     Attributes:
         program: the script, or ``-m`` and a module, and its arguments.
         hosts: with their processes.
-        machine: the devices on them.
+        device: name of the kind of device on them; "" for that of this host, where it has GPUs.
+        memory: of each, as a user writes it; None for what the table says.
         num_lines: of the table, at most.
         explained: the line whose step is drawn; None for none.
         json_file: where the plan goes for programs; None for nowhere.
@@ -60,13 +70,26 @@ class Request:
 
     program: tuple[str, ...]
     hosts: tuple[Host, ...]
-    machine: Machine
+    device: str = ""
+    memory: str | None = None
     num_lines: int = 10
     explained: int | None = None
     json_file: str | None = None
     html_file: str | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
     num_measured: int = 0
+
+    def __post_init__(self) -> None:
+        machine_of(self.hosts, self.device or USUAL_DEVICE, self.memory)  # raises early
+
+    def machine(self, profile: ModelProfile) -> Machine:
+        """Returns the devices of the job.
+
+        Args:
+            profile: of the model, which may have been timed on the GPU of this host.
+        """
+        device = self.device or profile.timed_on or USUAL_DEVICE
+        return machine_of(self.hosts, device, self.memory)
 
 
 def main(argv: Sequence[str], *, prog: str) -> int:
@@ -95,7 +118,8 @@ def main(argv: Sequence[str], *, prog: str) -> int:
     request = Request(
         (script, *words[at + 1 :]),
         hosts,
-        machine_of(hosts, arguments.device, arguments.memory),
+        arguments.device or "",
+        arguments.memory,
         arguments.lines,
         arguments.explain,
         arguments.json,
@@ -117,7 +141,11 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     add("script", metavar="SCRIPT", help="a training script")
     add("--devices", type=int, metavar="N", help="devices of the job, one for each process")
     add("--hosts", metavar="A:8,B:8", help="hosts, with their devices (default: this host)")
-    add("--device", default="h100", metavar="NAME", help=f"one of {', '.join(DEVICES)}")
+    add(
+        "--device",
+        metavar="NAME",
+        help=f"one of {', '.join(DEVICES)} (default: the GPU of this host, else {USUAL_DEVICE})",
+    )
     add("--memory", metavar="80GiB", help="of a device (default: as its data sheet has it)")
     add("--lines", type=int, default=10, metavar="N", help="lines of the table (default 10)")
     add("--explain", type=int, metavar="LINE", help="draw the step of a line: plan-LINE.svg")
@@ -164,11 +192,12 @@ def run(request: Request, environ: Mapping[str, str]) -> int:
         SMPError: nothing can be planned.
     """
     began = time.perf_counter()
-    profile = recorded(request.program, environ)
+    profile = recorded(request.program, environ, request.device)
     recorded_at = time.perf_counter()
-    calibrations, device = Calibrations(), request.machine.device.name
+    machine = request.machine(profile)
+    calibrations, device = Calibrations(), machine.device.name
     factor = calibrations.factor(profile, device)
-    plan = Plan(profile, request.machine, request.num_lines, factor)
+    plan = Plan(profile, machine, request.num_lines, factor)
     took = recorded_at - began, time.perf_counter() - recorded_at
     command_of = functools.partial(_command, request)
     _show(plan, command_of)
@@ -182,7 +211,7 @@ def run(request: Request, environ: Mapping[str, str]) -> int:
     if request.explained is not None:
         _explain(request.explained, plan)
     if plan.lines and request.num_measured:
-        longer = _measure(request, plan, profile.step, environ)
+        longer = _measure(request, plan, machine, profile.step, environ)
         calibrations.keep(profile, device, longer * (1.0 if factor is None else factor))
         print(
             f"steps took {longer:.3g} times what was planned; {calibrations.file} keeps that for "
@@ -191,7 +220,9 @@ def run(request: Request, environ: Mapping[str, str]) -> int:
     return 0 if plan.lines else _NOTHING_FITS_EXIT_CODE
 
 
-def _measure(request: Request, plan: Plan, step: str, environ: Mapping[str, str]) -> float:
+def _measure(
+    request: Request, plan: Plan, machine: Machine, step: str, environ: Mapping[str, str]
+) -> float:
     """Runs the best lines, and returns how much longer they take than planned, in the middle.
 
     Raises:
@@ -201,9 +232,9 @@ def _measure(request: Request, plan: Plan, step: str, environ: Mapping[str, str]
     print("\nline  predicted ms  measured ms")
     for number, line in enumerate(plan.lines[: request.num_measured], 1):
         found = measured(_command(request, line), step, environ)
-        if device_like(found.device) != request.machine.device:
+        if device_like(found.device) != machine.device:
             raise ConfigError(
-                f"lines are measured on what they are planned for, {request.machine.device.name}; "
+                f"lines are measured on what they are planned for, {machine.device.name}; "
                 f"this job ran on {found.device}: plan for that with --device, or leave "
                 "--measure out."
             )
@@ -213,8 +244,14 @@ def _measure(request: Request, plan: Plan, step: str, environ: Mapping[str, str]
     return statistics.median(ratios)
 
 
-def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile:
+def recorded(program: Sequence[str], environ: Mapping[str, str], device: str = "") -> ModelProfile:
     """Runs a script up to its first training step, and returns the profile of that.
+
+    Args:
+        program: the script, and its arguments.
+        environ: its environment.
+        device: the kind that is planned for; operations are timed if this host has it. "" for the
+            GPU of this host, if it has one.
 
     Raises:
         SMPError: it does not come to such a step.
@@ -222,7 +259,8 @@ def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile
     with tempfile.TemporaryDirectory(prefix="smp-plan-") as folder:
         file = Path(folder) / "profile.json"
         command = [sys.executable, *program]
-        done = subprocess.run(command, env={**environ, PROFILE_VARIABLE: str(file)}, check=False)
+        asked = {PROFILE_VARIABLE: str(file), PROFILE_DEVICE_VARIABLE: device}
+        done = subprocess.run(command, env={**environ, **asked}, check=False)
         if file.exists():
             return ModelProfile.from_json(file.read_text(encoding="utf-8"))
     if done.returncode:
@@ -238,7 +276,7 @@ def recorded(program: Sequence[str], environ: Mapping[str, str]) -> ModelProfile
 
 def _command(request: Request, line: Line) -> list[str]:
     """Returns the words of the command that starts a line of the plan."""
-    words = ["smprun", "-n", str(request.machine.num_devices)]
+    words = ["smprun", "-n", str(sum(host.slots or 0 for host in request.hosts))]
     if [host.name for host in request.hosts] != [LOCAL_HOST]:
         words += ["--hosts", ",".join(f"{host.name}:{host.slots}" for host in request.hosts)]
     main_names = names(Config)

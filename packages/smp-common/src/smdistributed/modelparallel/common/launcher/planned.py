@@ -72,8 +72,9 @@ def _best(transport: Transport, describe_gpu: DescribeGpu) -> Mapping[str, Any]:
     """Plans, prints the plan, and returns the parameters of its first line."""
     from smdistributed.modelparallel.common.launcher.plan import recorded  # rich takes its time
 
-    profile = recorded(_program(), {k: v for k, v in os.environ.items() if not _is_of_rank(k)})
-    plan = Plan(profile, _machine(transport, describe_gpu(transport)), _LINES)
+    machine = _machine(transport, describe_gpu(transport))
+    environ = {k: v for k, v in os.environ.items() if not _is_of_rank(k)}
+    plan = Plan(recorded(_program(), environ, machine.device.name), machine, _LINES)
     best = plan.best
     print(f"{plan.table()}\n\nsmp.init takes the first line: {dict(best.changes)}", flush=True)
     return best.changes

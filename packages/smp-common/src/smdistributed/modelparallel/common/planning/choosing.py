@@ -70,6 +70,7 @@ def fastest(
     active_microbatches: int,
     *,
     thorough: bool = True,
+    task_budget: int | None = None,
 ) -> Timeline:
     """Returns the best order of a kind, with the times that it takes if transfers take some.
 
@@ -79,7 +80,13 @@ def fastest(
     real = with_transfers(graph)
     found = [
         build_schedule(
-            graph, num_microbatches, kind, active_microbatches, costs, thorough=thorough
+            graph,
+            num_microbatches,
+            kind,
+            active_microbatches,
+            costs,
+            thorough=thorough,
+            task_budget=task_budget,
         ).schedule
         for costs in ((CostModel(), real) if kind == "zero_bubble" else (CostModel(),))
     ]

@@ -45,6 +45,10 @@ class PassCosts:
         """Forward and backward pass."""
         return self.forward + self.backward
 
+    def times(self, factor: float) -> PassCosts:
+        """Returns what so many times as much costs."""
+        return PassCosts(factor * self.forward, factor * self.backward, factor * self.weights)
+
     def __add__(self, other: PassCosts) -> PassCosts:
         return PassCosts(
             self.forward + other.forward,

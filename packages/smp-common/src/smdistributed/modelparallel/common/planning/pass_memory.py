@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 
@@ -38,6 +38,24 @@ class PassMemory:
             self.waiting + other.waiting,
             max(self.weights, other.weights),
         )
+
+    def beside(self, more: float) -> PassMemory:
+        """Returns that with more that is there from the forward pass to the backward pass."""
+        return replace(
+            self,
+            kept=self.kept + more,
+            forward=self.forward + more,
+            backward=self.backward + more,
+            first_half=self.first_half + more,
+        )
+
+    def again(self, given: float) -> PassMemory:
+        """Returns that of a part which the backward pass computes again.
+
+        Args:
+            given: bytes of what it is given, which it keeps in place of all else.
+        """
+        return replace(self, kept=0.0).beside(given)
 
     def times(self, factor: float) -> PassMemory:
         """Returns that for ``factor`` times as many examples."""
@@ -82,6 +100,23 @@ def most_held(actions: Iterable[Action], of: Callable[[Action], PassMemory]) -> 
         before = _found_by(action, memory)
         most = max(most, held - before + memory.most_in(action.kind))
         held += left - before
+    return most
+
+
+def in_flight(actions: Sequence[Action]) -> int:
+    """Returns the most microbatches that a rank has begun and not ended at a time.
+
+    Args:
+        actions: of the rank, in their order.
+    """
+    last = {action.microbatch: place for place, action in enumerate(actions)}
+    begun: set[int] = set()
+    most = 0
+    for place, action in enumerate(actions):
+        begun.add(action.microbatch)
+        most = max(most, len(begun))
+        if last[action.microbatch] == place:
+            begun.remove(action.microbatch)
     return most
 
 

@@ -71,19 +71,21 @@ class Configuration:
             "pipeline_parallel_degree": self.partitions,
             "microbatches": self.microbatches,
         }
+        said = profile.settings.get("pipeline")
+        if self.partitions > 1 and self.microbatches > 1 and said != self.pipeline:
+            wanted["pipeline"] = self.pipeline  # what a job chooses itself differs
         defaults: dict[str, Any] = {
-            "pipeline": self.pipeline,
             "sharded_data_parallel_degree": self.shards,
             "shard_optimizer_state": self.shards_optimizer,
             "tensor_parallel_degree": self.slices,
             "checkpointed_blocks": self.checkpointed_blocks,
         }
-        usual = ("interleaved", 1, False, 1, 0)
+        usual = (1, False, 1, 0)
         for (name, value), default in zip(defaults.items(), usual, strict=True):
             if profile.settings.get(name, default) != value:
                 wanted[name] = value
-        said = profile.settings.get("optimize", "memory")
-        if self.partitions > 1 and self.optimize not in (None, said):
+        balanced = profile.settings.get("optimize", "memory")
+        if self.partitions > 1 and self.optimize not in (None, balanced):
             wanted["optimize"] = self.optimize
         if profile.settings.get("auto_partition") is False:
             wanted["auto_partition"] = True  # the plan's partitions are not those cut by hand

@@ -125,6 +125,10 @@ DEVICES = {
 }
 
 
+#: That plans are for, where nobody names one and the host has none.
+USUAL_DEVICE = "h100"
+
+
 def device_of(name: str) -> Device:
     """Returns a device of the table.
 

@@ -39,7 +39,7 @@ class PassTime:
 
     def of(self, figures: Figures) -> PassCosts:
         """Returns the seconds of the passes of a part of the model."""
-        passes = on_device(figures, self._device, self._profile.precision)
+        passes = self._on_device(figures)
         forward, backward = self._on_host(figures.computation, figures.recomputed)
         if not self._device.is_gpu:  # the host is what computes
             return PassCosts(passes.forward + forward, passes.backward + backward, passes.weights)
@@ -48,22 +48,41 @@ class PassTime:
         return PassCosts(max(passes.forward, forward), backward, share * backward)
 
     def before(self) -> float:
-        """Returns the seconds in which the Python of all microbatches of a pipeline runs.
+        """Returns the seconds in which Python runs before anything is computed.
 
-        Each rank runs that of the whole model, on tensors without data.
+        In a pipeline each rank runs that of the whole model for all microbatches, on tensors
+        without data. One that launches captured passes confirms the first one before.
         """
+        whole = sum((unit.own.computation for unit in self._profile.root.walk()), Computation())
         if self._configuration.partitions == 1:
-            return 0.0
-        modules = sum(unit.own.computation.num_modules for unit in self._profile.root.walk())
-        return self._configuration.microbatches * modules * self._host.module_seconds
+            return self._confirming(whole) if self._is_captured else 0.0
+        modules = self._configuration.microbatches * whole.num_modules
+        return modules * self._host.module_seconds
+
+    def _confirming(self, work: Computation) -> float:
+        """Returns what the host takes to compare calls with those that were captured."""
+        host = self._host
+        return host.comparing_seconds * work.num_kernels + host.module_seconds * work.num_modules
+
+    def _on_device(self, figures: Figures) -> PassCosts:
+        """Returns what passes take if nobody waits for the host, timed where that was done."""
+        estimated = on_device(figures, self._device, self._profile.precision)
+        seconds = figures.seconds
+        if seconds is None or self._profile.timed_on != self._device.name:
+            return estimated
+        work, again = (
+            _roofline(each, self._device, self._profile.precision).forward
+            for each in (figures.computation, figures.recomputed)
+        )
+        repeated = seconds.forward * again / work if work else 0.0
+        return seconds + PassCosts(0.0, repeated)
 
     def _on_host(self, work: Computation, again: Computation) -> tuple[float, float]:
         """Returns what the host takes for a forward and for a backward pass."""
         host = self._host
         action = host.action_seconds if self._configuration.partitions > 1 else 0.0
         if self._is_captured:
-            confirming = host.comparing_seconds * work.num_kernels
-            return action + confirming + host.module_seconds * work.num_modules, action
+            return action + self._confirming(work), action
         call = self._device.call_seconds if host.call_seconds is None else host.call_seconds
         forward, repeated = (call * (each.num_kernels + each.num_modules) for each in (work, again))
         return action + forward, action + 2 * forward + repeated

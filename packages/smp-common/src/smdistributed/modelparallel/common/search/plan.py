@@ -172,7 +172,7 @@ class Plan:
             "devices": self._machine.num_devices,
             "hosts": self._machine.num_hosts,
             "device_memory_bytes": self._machine.memory_bytes,
-            "estimated": True,
+            "estimated": self._profile.timed_on != self._machine.device.name,
             "measured_factor": self._factor,
             "best": [written(each) for each in self.lines],
             "does_not_fit": [written(self._line(each)) for each in self._ranking.refused],

@@ -6,6 +6,7 @@ Figures are of one microbatch, and follow its number of examples; those of param
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Any, Literal
 
 from smdistributed.modelparallel.common.config import Framework
 from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.planning.pass_costs import PassCosts
+from smdistributed.modelparallel.common.planning.pass_tape import PassTape, Span
 
 #: What most products of the model compute in.
 Precision = Literal["half", "tf32", "single"]
@@ -22,8 +25,11 @@ Graphs = bool | Literal["auto"]
 
 #: Names the file that a process writes the profile of its first training step to; it then ends.
 PROFILE_VARIABLE = "SMP_PROFILE"
+#: Names the kind of device that is planned for, if that is known. Where it is one of the process,
+#: operations are timed on it.
+PROFILE_DEVICE_VARIABLE = "SMP_PROFILE_DEVICE"
 
-_VERSION = 3
+_VERSION = 4
 _COMPUTATIONS = ("computation", "recomputed")
 
 
@@ -72,13 +78,14 @@ class Figures:
         small_elements: of these, those of parameters that stay whole where others are in shards.
         optimizer_bytes: what the optimizer keeps for them, masters included.
         made_bytes: of all tensors that its forward pass makes.
-        kept_bytes: of those that it keeps for the backward pass.
-        again_bytes: of those that it keeps while the backward pass computes it again.
+        kept_bytes: of those that it keeps for the backward pass, where the profile has no tape.
         sliced_elements: of the numbers that train, those that ranks of a tensor-parallel group
             share out.
         exchanged_bytes: what a forward pass gathers from such ranks, and sums over them, of one.
         update_bytes: what the optimizer's update reads and writes, where that was counted.
         update_made_bytes: of the tensors that are there besides in an update.
+        timed: seconds of the passes on a device, for so many times as many examples; ascending.
+            Empty where they were not timed.
     """
 
     computation: Computation = Computation()
@@ -90,15 +97,36 @@ class Figures:
     optimizer_bytes: float = 0.0
     made_bytes: float = 0.0
     kept_bytes: float = 0.0
-    again_bytes: float = 0.0
     sliced_elements: float = 0.0
     exchanged_bytes: float = 0.0
     update_bytes: float = 0.0
     update_made_bytes: float = 0.0
+    timed: tuple[tuple[float, PassCosts], ...] = ()
 
     def __add__(self, other: Figures) -> Figures:
-        names = [each.name for each in dataclasses.fields(self)]
-        return Figures(*(getattr(self, name) + getattr(other, name) for name in names))
+        names = [each.name for each in dataclasses.fields(self) if each.name != "timed"]
+        sums = (getattr(self, name) + getattr(other, name) for name in names)
+        timed = self.timed or other.timed
+        if self.timed and other.timed:
+            pairs = zip(self.timed, other.timed, strict=True)
+            timed = tuple((factor, one + another) for (factor, one), (_, another) in pairs)
+        return dataclasses.replace(Figures(*sums), timed=timed)
+
+    @property
+    def seconds(self) -> PassCosts | None:
+        """What the passes take on the device that they were timed on; None if they were not.
+
+        Between numbers of examples that were timed a pass takes what lies between.
+        """
+        if not self.timed:
+            return None
+        if len(self.timed) == 1:
+            [(factor, costs)] = self.timed
+            return costs.times(1 / factor)
+        pairs = list(itertools.pairwise(self.timed))
+        (low, less), (high, more) = next((pair for pair in pairs if pair[1][0] >= 1), pairs[-1])
+        share = max(0.0, (1 - low) / (high - low))
+        return less + (more - less).times(share)
 
     @property
     def share_in_shards(self) -> float:
@@ -115,15 +143,14 @@ class Figures:
             recomputed=self.recomputed.times(factor),
             made_bytes=factor * self.made_bytes,
             kept_bytes=factor * self.kept_bytes,
-            again_bytes=factor * self.again_bytes,
             exchanged_bytes=factor * self.exchanged_bytes,
+            timed=tuple((other / factor, costs) for other, costs in self.timed),
         )
 
     def in_slices(self, slices: int) -> Figures:
         """Returns that of one of the ranks of a tensor-parallel group.
 
-        Each computes its part for the examples of all, which is as much as all for its own, and
-        keeps what it has gathered.
+        Each computes its part for the examples of all, which is as much as all for its own.
         """
         if slices == 1 or not self.trained_elements:
             return self
@@ -136,7 +163,6 @@ class Figures:
             trained_elements=left * self.trained_elements,
             small_elements=min(self.small_elements, left * self.trained_elements),
             optimizer_bytes=left * self.optimizer_bytes,
-            kept_bytes=self.kept_bytes + (slices - 1) * self.exchanged_bytes,
             sliced_elements=cut * self.trained_elements / slices,
         )
 
@@ -153,6 +179,8 @@ class UnitProfile:
         output_bytes: what crosses a cut behind it.
         shared: keys of its own parameters that other units hold too.
         children: in order of execution.
+        spans: its own operations on the tape of the profile.
+        is_again: it is the outermost module of a call that the backward pass computes again.
         balanced: where jobs of its framework do not count as a plan does, computation and memory of
             its own by which they balance partitions, for each word of ``optimize``.
     """
@@ -164,6 +192,8 @@ class UnitProfile:
     output_bytes: float = 0.0
     shared: tuple[str, ...] = ()
     children: tuple[UnitProfile, ...] = ()
+    spans: tuple[Span, ...] = ()
+    is_again: bool = False
     balanced: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def walk(self) -> Iterator[UnitProfile]:
@@ -186,6 +216,9 @@ class ModelProfile:
         precision: that most products are in.
         root: the model.
         beside: figures of what the step function computes outside of all modules, such as a loss.
+        tape: what the passes of the microbatch hold; None where the figures are to say it.
+        given_bytes: of the batch of a call.
+        timed_on: the kind of device that passes were timed on; "" where they were not.
         settings: the parameters that the script, or its launcher, gave, by their main names.
         memory_weight: of the partition.
         memory_weights: the same, for each word of ``optimize`` by which jobs balance it otherwise.
@@ -206,6 +239,9 @@ class ModelProfile:
     precision: Precision
     root: UnitProfile
     beside: Figures = Figures()
+    tape: PassTape | None = None
+    given_bytes: float = 0.0
+    timed_on: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     memory_weight: float = 0.8
     memory_weights: Mapping[str, float] = field(default_factory=dict)
@@ -236,9 +272,17 @@ class ModelProfile:
             )
         root = _unit(document.pop("root"))
         beside = _figures(document.pop("beside"))
+        tape = document.pop("tape")
         notes = tuple(document.pop("notes"))
         stacks = tuple(map(tuple, document.pop("stacks")))
-        return cls(**document, root=root, beside=beside, notes=notes, stacks=stacks)
+        return cls(
+            **document,
+            root=root,
+            beside=beside,
+            tape=tape and PassTape.from_document(tape),
+            notes=notes,
+            stacks=stacks,
+        )
 
     @property
     def is_sliced(self) -> bool:
@@ -263,13 +307,11 @@ def _again(unit: UnitProfile, chosen: Container[str]) -> UnitProfile:
     if unit.name not in chosen:
         children = tuple(_again(child, chosen) for child in unit.children)
         return dataclasses.replace(unit, children=children)
-    kept = sum(each.own.kept_bytes for each in unit.walk())
 
     def repeated(each: UnitProfile) -> UnitProfile:
-        own = dataclasses.replace(each.own, recomputed=each.own.computation, kept_bytes=0.0)
-        if each is unit:
-            own = dataclasses.replace(own, kept_bytes=unit.output_bytes, again_bytes=kept)
-        return dataclasses.replace(each, own=own, children=tuple(map(repeated, each.children)))
+        own = dataclasses.replace(each.own, recomputed=each.own.computation)
+        children = tuple(map(repeated, each.children))
+        return dataclasses.replace(each, own=own, is_again=each is unit, children=children)
 
     return repeated(unit)
 
@@ -278,15 +320,18 @@ def _unit(document: dict[str, Any]) -> UnitProfile:
     own = _figures(document.pop("own"))
     children = tuple(_unit(child) for child in document.pop("children"))
     shared, balanced = tuple(document.pop("shared")), document.pop("balanced")
+    spans = tuple((start, end) for start, end in document.pop("spans"))
     return UnitProfile(
         **document,
         own=own,
         shared=shared,
         children=children,
+        spans=spans,
         balanced={word: tuple(costs) for word, costs in balanced.items()},
     )
 
 
 def _figures(document: dict[str, Any]) -> Figures:
     computation, recomputed = (Computation(**document.pop(name)) for name in _COMPUTATIONS)
-    return Figures(computation, recomputed, **document)
+    timed = tuple((factor, PassCosts(**costs)) for factor, costs in document.pop("timed"))
+    return Figures(computation, recomputed, **document, timed=timed)

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from smdistributed.modelparallel.common.planning.pass_memory import in_flight, most_held
+from smdistributed.modelparallel.common.planning.schedule import Action, Kind
 from smdistributed.modelparallel.common.search.candidates import Configuration
 from smdistributed.modelparallel.common.search.devices import Device
 from smdistributed.modelparallel.common.search.profile import ModelProfile
@@ -24,7 +26,8 @@ class RankMemory:
         gradients: those that are summed up, and buckets that go over replicas.
         optimizer: what it keeps, masters included.
         activations: that wait for their backward passes, and what a pass makes on its way.
-        transfers: what comes from other ranks of the pipeline and goes to them.
+        transfers: what comes from other ranks of the pipeline and goes to them, and what the step
+            is given.
         reserve: driver, collectives, and what the allocator keeps besides.
     """
 
@@ -48,10 +51,47 @@ class RankMemory:
         )
 
 
+@dataclass(frozen=True)
+class Held:
+    """What the passes of a rank hold at their fullest.
+
+    Attributes:
+        activations: bytes that wait for their backward passes, and what a pass makes on its way.
+        in_flight: the most microbatches that are begun and not over.
+    """
+
+    activations: float
+    in_flight: int
+
+    @classmethod
+    def by(cls, actions: Sequence[Action], stages: Stages) -> Held:
+        """Returns that of an order.
+
+        Args:
+            actions: of the rank.
+            stages: of the model.
+        """
+        most = most_held(actions, lambda action: stages.pieces[action.segment].memory)
+        return cls(most, in_flight(actions))
+
+    @classmethod
+    def least(cls, rank: int, stages: Stages, waiting: int) -> Held:
+        """Returns what no order holds less than.
+
+        Args:
+            rank: of the pipeline.
+            stages: of the model.
+            waiting: how many microbatches wait for their backward passes at least.
+        """
+        own = [piece.memory for piece in stages.pieces if piece.rank == rank]
+        most = max((each.most_in(Kind.FORWARD) for each in own), default=0.0)
+        return cls(max(waiting * sum(each.kept for each in own), most), waiting)
+
+
 def memory_of(
     rank: int,
     stages: Stages,
-    held: float,
+    held: Held,
     configuration: Configuration,
     profile: ModelProfile,
     device: Device,
@@ -61,7 +101,7 @@ def memory_of(
     Args:
         rank: of the pipeline.
         stages: of the model.
-        held: the most activations that it keeps at one time.
+        held: what its passes hold.
         configuration: of the job.
         profile: of the model.
         device: that the rank computes on.
@@ -81,9 +121,11 @@ def memory_of(
         optimizer *= 1 - cut + cut / shards
     elif configuration.shards_optimizer:
         optimizer /= configuration.replicas
-    transfers = 2 * stages.crossing_bytes(rank)
+    # What was sent is there until it is answered, and the next message is waited for.
+    transfers = (held.in_flight + 1) * stages.largest_crossing(rank)
+    transfers += profile.given_bytes / configuration.lanes
     # Of activations nothing is left when the update begins.
-    activations = max(held + stages.working_bytes[rank], own.update_made_bytes)
+    activations = max(held.activations, own.update_made_bytes)
     found = RankMemory(parameters, gradients, optimizer, activations, transfers)
     reserve = device.context_bytes + device.slack * found.total
     return dataclasses.replace(found, reserve=reserve)
@@ -91,7 +133,7 @@ def memory_of(
 
 def fullest(
     stages: Stages,
-    held: Sequence[float],
+    held: Sequence[Held],
     configuration: Configuration,
     profile: ModelProfile,
     device: Device,
@@ -100,7 +142,7 @@ def fullest(
 
     Args:
         stages: of the model.
-        held: for every rank, the most activations that it keeps at one time.
+        held: for every rank, what its passes hold.
         configuration: of the job.
         profile: of the model.
         device: that ranks compute on.

@@ -14,14 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.common.planning.choosing import kinds_of
+from smdistributed.modelparallel.common.planning.choosing import fastest, kinds_of, lean_or_fastest
 from smdistributed.modelparallel.common.planning.list_scheduling import CostModel, PassGraph
 from smdistributed.modelparallel.common.planning.schedule import SegmentGraph
-from smdistributed.modelparallel.common.planning.simulator import (
-    Timeline,
-    build_schedule,
-    simulate,
-)
+from smdistributed.modelparallel.common.planning.simulator import Timeline, simulate
 from smdistributed.modelparallel.common.search.candidates import (
     Configuration,
     Pipelines,
@@ -30,7 +26,7 @@ from smdistributed.modelparallel.common.search.candidates import (
 )
 from smdistributed.modelparallel.common.search.devices import Machine
 from smdistributed.modelparallel.common.search.profile import ModelProfile
-from smdistributed.modelparallel.common.search.rank_memory import RankMemory, fullest
+from smdistributed.modelparallel.common.search.rank_memory import Held, RankMemory, fullest
 from smdistributed.modelparallel.common.search.stages import Cutter, Stages, segment_graph
 from smdistributed.modelparallel.common.search.step_time import StepTime
 
@@ -41,6 +37,8 @@ _EQUAL = 0.02
 _STRIDE = 8
 #: Passes that are simulated for a configuration, but for those of a few policies.
 _TASK_BUDGET = 10_000
+#: Segments of microbatches for which an order that keeps less is looked for, as a job does.
+_MOST_LEAN = 500
 #: What takes so many times as long as the best is not worth a line.
 _WORTH_A_LINE = 1.3
 #: Refusals that a plan tells of.
@@ -158,8 +156,8 @@ class Search:
             slowest = best[-1].seconds if len(best) == most else float("inf")
             if best and each.bound >= min(slowest, _WORTH_A_LINE * best[0].seconds):
                 break
-            estimate = self._estimate(each)
-            if estimate.peak.total <= self._machine.memory_bytes:
+            estimate = self._first_estimate(each)
+            if self._fits(estimate):
                 best = sorted([*best, estimate], key=lambda one: one.seconds)[:most]
                 continue
             more = with_more_checkpoints(each.configuration, self._profile)
@@ -169,19 +167,28 @@ class Search:
             else:
                 refused.append(found or estimate)
                 num_fitting -= 1
+        best = [self.estimate(each.configuration) for each in best]
         return Ranking(_ranked(best), _least(refused), num_configurations, num_fitting)
+
+    def _first_estimate(self, each: _Bounded) -> Estimate:
+        """Returns an estimate by a quick order, or if that does not fit, by one that keeps less."""
+        estimate = self._estimate(each)
+        return estimate if self._fits(estimate) else self._estimate(each, lean=True)
+
+    def _fits(self, estimate: Estimate) -> bool:
+        return estimate.peak.total <= self._machine.memory_bytes
 
     def estimate(self, configuration: Configuration) -> Estimate:
         """Returns what a configuration is estimated to do, whether it fits or not."""
         found = self._bounded(configuration, fits=True)
         assert isinstance(found, _Bounded)
-        return self._estimate(found)
+        return self._estimate(found, lean=True)
 
     def timeline(self, configuration: Configuration) -> Timeline:
         """Returns the simulated passes of a step."""
         found = self._bounded(configuration, fits=True)
         assert isinstance(found, _Bounded)
-        return self._simulated(found, configuration.microbatches)
+        return self._simulated(found, configuration.microbatches, lean=True)
 
     def _least_checkpointed(self, configuration: Configuration) -> _Bounded | Estimate | None:
         """Returns what ``_bounded`` does, of the fewest checkpoints with which it may fit."""
@@ -219,18 +226,24 @@ class Search:
         shortest = PassGraph(graph, time.transfers).shortest_time(configuration.microbatches)
         bound = shortest + time.beside_passes()
         waiting = _least_waiting(configuration)
-        held = [waiting * own.kept_bytes for own in stages.holdings]
+        held = [Held.least(rank, stages, waiting) for rank in range(stages.num_ranks)]
         least = fullest(stages, held, configuration, self._profile, self._machine.device)
         if not fits and max(each.total for each in least) > self._machine.memory_bytes:
             return Estimate(configuration, bound, self._profile.batch, least, 0.0)
         return _Bounded(bound, configuration, stages, time)
 
-    def _estimate(self, each: _Bounded) -> Estimate:
+    def _estimate(self, each: _Bounded, *, lean: bool = False) -> Estimate:
+        """Returns what a configuration is estimated to do.
+
+        Args:
+            each: the configuration.
+            lean: whether its order is looked for as long as a job does, which may keep less.
+        """
         configuration = each.configuration
         stride = configuration.microbatches
         if configuration.pipeline != "simple":  # which keeps more with each of them
             stride = min(stride, configuration.partitions + _STRIDE)
-        timeline = self._simulated(each, stride)
+        timeline = self._simulated(each, stride, lean=lean)
         graph = _graph(each.stages, each.time, configuration.pipeline)
         loads = PassGraph(graph, CostModel()).loads
         passes = timeline.makespan + (configuration.microbatches - stride) * max(loads)
@@ -240,7 +253,7 @@ class Search:
             self._profile.batch,
             fullest(
                 each.stages,
-                timeline.peak_activation_bytes,
+                [Held.by(actions, each.stages) for actions in timeline.schedule.ranks],
                 configuration,
                 self._profile,
                 self._machine.device,
@@ -248,12 +261,14 @@ class Search:
             max(0.0, 1 - configuration.microbatches * sum(loads) / passes / len(loads)),
         )
 
-    def _simulated(self, each: _Bounded, num_microbatches: int) -> Timeline:
+    def _simulated(self, each: _Bounded, num_microbatches: int, *, lean: bool) -> Timeline:
         configuration = each.configuration
         graph = _graph(each.stages, each.time, configuration.pipeline)
         active = self._profile.settings.get("active_microbatches", configuration.partitions + 2)
+        # Of many ranks two microbatches more or less are a small part of what each keeps.
+        lean = lean and len(graph.segments) * num_microbatches <= _MOST_LEAN
         return self._ordered(
-            graph, num_microbatches, configuration.pipeline, active, each.time.transfers
+            graph, num_microbatches, configuration.pipeline, active, each.time.transfers, lean
         )
 
 
@@ -272,25 +287,17 @@ def _ordered(
     pipeline: Pipelines,
     active_microbatches: int,
     transfers: CostModel,
+    lean: bool,
 ) -> Timeline:
     """Returns the order that the library will choose, with the times of the machine's transfers."""
     [kind] = kinds_of(pipeline)
     active_microbatches = min(active_microbatches, num_microbatches)
-    # As the library does, which does not know what transfers take, and takes them for a share.
-    timelines = [
-        build_schedule(
-            graph,
-            num_microbatches,
-            kind,
-            active_microbatches,
-            costs,
-            thorough=False,
-            task_budget=_TASK_BUDGET,
-        )
-        for costs in ((CostModel(), transfers) if kind == "zero_bubble" else (CostModel(),))
-    ]
-    found = [simulate(graph, each.schedule, num_microbatches, transfers) for each in timelines]
-    return min(found, key=lambda each: each.makespan)
+    given = graph, num_microbatches, kind, active_microbatches
+    if lean:
+        chosen = lean_or_fastest(*given)
+    else:
+        chosen = fastest(*given, thorough=False, task_budget=_TASK_BUDGET)
+    return simulate(graph, chosen.schedule, num_microbatches, transfers)
 
 
 def _ranked(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:

@@ -11,7 +11,11 @@ from typing import NoReturn
 
 from smdistributed.modelparallel.common.config import Config
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.common.search.profile import PROFILE_VARIABLE, ModelProfile
+from smdistributed.modelparallel.common.search.profile import (
+    PROFILE_DEVICE_VARIABLE,
+    PROFILE_VARIABLE,
+    ModelProfile,
+)
 
 
 @dataclass(frozen=True)
@@ -21,16 +25,18 @@ class Planning:
     Attributes:
         file: where the profile of the first training step goes, which then is not run.
         config: of the job that the script asks for.
+        device: the kind that is planned for; "" where it is not known.
     """
 
     file: str
     config: Config
+    device: str = ""
 
     @classmethod
     def asked(cls, config: Config, environ: Mapping[str, str] = os.environ) -> Planning | None:
         """Returns what is asked; None where the job itself runs."""
         file = environ.get(PROFILE_VARIABLE)
-        return cls(file, config) if file else None
+        return cls(file, config, environ.get(PROFILE_DEVICE_VARIABLE, "")) if file else None
 
     @property
     def config_alone(self) -> Config:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from smdistributed.modelparallel.common.errors import PartitionError
 from smdistributed.modelparallel.common.planning.cost_tree import STATE_FACTOR
@@ -21,6 +21,8 @@ from smdistributed.modelparallel.common.planning.pass_costs import (
     OPERATIONS_A_BYTE,
     PassCosts,
 )
+from smdistributed.modelparallel.common.planning.pass_memory import PassMemory
+from smdistributed.modelparallel.common.planning.pass_tape import Span, without
 from smdistributed.modelparallel.common.planning.schedule import Edge, Segment, SegmentGraph
 from smdistributed.modelparallel.common.search.devices import Device
 from smdistributed.modelparallel.common.search.profile import (
@@ -29,6 +31,7 @@ from smdistributed.modelparallel.common.search.profile import (
     ModelProfile,
     UnitProfile,
 )
+from smdistributed.modelparallel.common.search.unit_tape import with_tape
 
 _LONGER = {"half": 1, "tf32": LONGER_IN_TF32, "single": LONGER_IN_SINGLE}
 
@@ -40,11 +43,13 @@ class Piece:
     Attributes:
         rank: that has it.
         figures: of all its units.
+        memory: what its passes hold.
         output_bytes: what crosses the cut behind it.
     """
 
     rank: int
     figures: Figures
+    memory: PassMemory
     output_bytes: float
 
 
@@ -55,55 +60,95 @@ class Stages:
     Attributes:
         pieces: in the order of execution.
         holdings: for every rank, the figures of all that it has.
-        working_bytes: for every rank, what the largest of its units makes in a pass.
     """
 
     pieces: tuple[Piece, ...]
     holdings: tuple[Figures, ...]
-    working_bytes: tuple[float, ...]
 
     @property
     def num_ranks(self) -> int:
         """Ranks of the pipeline."""
         return len(self.holdings)
 
-    def crossing_bytes(self, rank: int) -> float:
-        """Returns what a microbatch brings to a rank and takes from it."""
+    def largest_crossing(self, rank: int) -> float:
+        """Returns the most bytes that come to a rank, or go from it, in one transfer."""
         pairs = itertools.pairwise(self.pieces)
-        return sum(one.output_bytes for one, other in pairs if rank in (one.rank, other.rank))
+        crossing = (one.output_bytes for one, other in pairs if rank in (one.rank, other.rank))
+        return max(crossing, default=0.0)
 
 
 class _Sums:
-    """The figures of the units of a model, and of all that lies below each.
+    """What the units of a model, and all that lies below each, come to.
 
     Args:
-        profile: of the model.
+        profile: of the model, with a tape.
         slices: that ranks share.
     """
 
     def __init__(self, profile: ModelProfile, slices: int) -> None:
-        self._own = {unit.name: unit.own.in_slices(slices) for unit in profile.root.walk()}
+        assert profile.tape is not None
+        self._tape = profile.tape
+        self._gathered = slices - 1
+        self._units = {unit.name: unit for unit in profile.root.walk()}
+        self._own = {name: unit.own.in_slices(slices) for name, unit in self._units.items()}
         self._all: dict[str, Figures] = {}
-        self._most_made: dict[str, float] = {}
         self._sum_up(profile.root)
+        inside = [span for unit in self._units.values() for span in unit.spans]
+        self._beside = without([(0, self._tape.num_operations)], inside)
 
     def figures(self, placed: PlacedUnit) -> Figures:
         """Returns the figures of what lies with a unit: its own alone, where it is split."""
         return self._own[placed.name] if placed.is_split else self._all[placed.name]
 
-    def made(self, placed: PlacedUnit) -> float:
-        """Returns the most that a module makes itself, of what lies with a unit."""
-        if placed.is_split:
-            return _made(self._own[placed.name])
-        return self._most_made[placed.name]
+    def memory(self, run: Sequence[PlacedUnit], *, is_last: bool) -> PassMemory:
+        """Returns what the passes of a run of units hold.
 
-    def _sum_up(self, unit: UnitProfile) -> tuple[Figures, float]:
-        below = [self._sum_up(child) for child in unit.children]
-        own = self._own[unit.name]
-        self._all[unit.name] = figures = _total([own, *(each for each, _ in below)])
-        most = max([_made(own), *(each for _, each in below)])
-        self._most_made[unit.name] = most
-        return figures, most
+        Args:
+            run: the units.
+            is_last: whether what the step function computes itself is computed with them.
+        """
+        parts = list(itertools.chain.from_iterable(map(self._parts, run)))
+        if is_last and self._beside:
+            parts.append((self._beside, None))
+        parts.sort(key=lambda part: part[0][0])
+        found = PassMemory()
+        for (given, _), together in itertools.groupby(parts, key=_kind_of):
+            spans = [span for part, _ in together for span in part]
+            memory = self._tape.memory(spans)
+            found = found.then(memory if given is None else memory.again(given))
+        exchanged = sum(self.figures(placed).exchanged_bytes for placed in run)
+        return found.beside(self._gathered * exchanged)
+
+    def _parts(self, placed: PlacedUnit) -> Iterator[tuple[Sequence[Span], UnitProfile | None]]:
+        """Yields operations of what lies with a unit, each with the unit that is computed again."""
+        unit = self._units[placed.name]
+        if placed.is_split:
+            yield from ((unit.spans, None),) if unit.spans else ()
+            return
+        yield from self._parts_below(unit)
+
+    def _parts_below(
+        self, unit: UnitProfile
+    ) -> Iterator[tuple[Sequence[Span], UnitProfile | None]]:
+        if unit.is_again:
+            spans = [span for each in unit.walk() for span in each.spans]
+            yield from ((spans, unit),) if spans else ()
+            return
+        for span in unit.spans:
+            yield [span], None
+        for child in unit.children:
+            yield from self._parts_below(child)
+
+    def _sum_up(self, unit: UnitProfile) -> Figures:
+        below = map(self._sum_up, unit.children)
+        self._all[unit.name] = figures = _total([self._own[unit.name], *below])
+        return figures
+
+
+def _kind_of(part: tuple[Sequence[Span], UnitProfile | None]) -> tuple[float | None, str]:
+    """Returns what parts in a row must share to be one: with a unit, what it is given."""
+    unit = part[1]
+    return (None, "") if unit is None else (unit.output_bytes, unit.name)
 
 
 class Cutter:
@@ -115,7 +160,7 @@ class Cutter:
     """
 
     def __init__(self, profile: ModelProfile, device: Device) -> None:
-        self._profile = profile
+        self._profile = profile = with_tape(profile)
         self._device = device
         self._outputs = {unit.name: unit.output_bytes for unit in profile.root.walk()}
         self._sums_of = functools.cache(
@@ -182,24 +227,25 @@ class Cutter:
         computing = [
             unit for unit in assignment.placed if sums.figures(unit).computation != Computation()
         ]
-        for rank, run in itertools.groupby(computing, key=lambda unit: unit.partition):
-            units = list(run)
-            figures = _total(map(sums.figures, units)).times(factor)
-            pieces.append(Piece(rank, figures, factor * self._outputs[units[-1].name]))
+        runs = [
+            (rank, list(run))
+            for rank, run in itertools.groupby(computing, key=lambda unit: unit.partition)
+        ]
         # What the step function computes itself is computed where the model has ended.
         beside = self._profile.beside.times(factor)
-        if pieces:
-            pieces[-1] = replace(pieces[-1], figures=pieces[-1].figures + beside)
+        for place, (rank, units) in enumerate(runs):
+            is_last = place == len(runs) - 1
+            figures = _total(map(sums.figures, units)).times(factor)
+            figures = figures + beside if is_last else figures
+            memory = sums.memory(units, is_last=is_last).times(factor)
+            pieces.append(Piece(rank, figures, memory, factor * self._outputs[units[-1].name]))
         by_rank: list[list[PlacedUnit]] = [[] for _ in range(assignment.num_partitions)]
         for unit in assignment.placed:
             by_rank[unit.partition].append(unit)
         holdings = [_total(map(sums.figures, units)).times(factor) for units in by_rank]
-        working = [factor * max(map(sums.made, units), default=0.0) for units in by_rank]
         if pieces:
-            last_rank = pieces[-1].rank
-            holdings[last_rank] += beside
-            working[last_rank] = max(working[last_rank], _made(beside))
-        return Stages(tuple(pieces), tuple(holdings), tuple(working))
+            holdings[pieces[-1].rank] += beside
+        return Stages(tuple(pieces), tuple(holdings))
 
     def _tree(self, examples: int, optimize: str | None) -> Unit:
         return self._unit(self._profile.root, examples / self._profile.examples, optimize)
@@ -246,7 +292,7 @@ def segment_graph(stages: Stages, passes: Sequence[PassCosts], *, halves: bool) 
             forward_cost=costs.forward,
             backward_cost=costs.backward - (costs.weights if halves else 0.0),
             has_backward=True,
-            activation_bytes=round(piece.figures.kept_bytes),
+            activation_bytes=round(piece.memory.kept),
             weight_cost=(costs.weights or None) if halves else None,
         )
         for index, (piece, costs) in enumerate(zip(stages.pieces, passes, strict=True))
@@ -256,10 +302,6 @@ def segment_graph(stages: Stages, passes: Sequence[PassCosts], *, halves: bool) 
         for index, piece in enumerate(stages.pieces[:-1])
     )
     return SegmentGraph(segments, edges, stages.num_ranks)
-
-
-def _made(own: Figures) -> float:
-    return own.made_bytes + own.again_bytes
 
 
 def _total(figures: Iterable[Figures]) -> Figures:

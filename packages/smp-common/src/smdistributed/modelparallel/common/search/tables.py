@@ -33,10 +33,17 @@ def summary(
         f"{profile.optimizer or 'no optimizer'}, {profile.batch} examples a step, products in "
         f"{profile.precision} precision",
         f"{machine.num_devices} x {machine.device.name}{hosts}, {gib(machine.memory_bytes)} GiB "
-        f"each; times are estimated from data sheets{learned}",
+        f"each; {_source(profile, machine)}{learned}",
         f"{ranking.num_configurations} configurations, of which {ranking.num_fitting} may fit",
     ]
     return [*lines, *(f"note: {note}" for note in profile.notes)]
+
+
+def _source(profile: ModelProfile, machine: Machine) -> str:
+    """Returns where times come from."""
+    if profile.timed_on == machine.device.name:
+        return "operations were timed on one, the rest is estimated from data sheets"
+    return "times are estimated from data sheets"
 
 
 def _count(number: float) -> str:

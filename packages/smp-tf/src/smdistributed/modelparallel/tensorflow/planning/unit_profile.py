@@ -127,7 +127,7 @@ def unit_profile(
             unit.output_bytes,
             tuple(sorted(unit.shared)),
             tuple(map(profile, unit.children)),
-            balanced(unit.name),
+            balanced=balanced(unit.name),
         )
 
     return profile(first.layers.tree("memory"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from smdistributed.modelparallel.common.errors import ConfigError
-from smdistributed.modelparallel.common.search.devices import Machine
+from smdistributed.modelparallel.common.search.devices import USUAL_DEVICE, Machine
 from smdistributed.modelparallel.common.search.plan import Plan
 from smdistributed.modelparallel.torch.stepping.function import StepFunction
 
@@ -14,7 +14,7 @@ def plan(
     step: Any,
     *args: Any,
     devices: int,
-    device: str = "h100",
+    device: str | None = None,
     memory: str | None = None,
     hosts: int = 1,
     lines: int = 10,
@@ -23,7 +23,8 @@ def plan(
     """Says which configurations of a job fit, and estimates which is the fastest.
 
     An addition of this library. Records a call of a step function, as the first step of a job is
-    recorded, and computes nothing; models and optimizers stay as they are. A model that this
+    recorded, and computes nothing of the model; models and optimizers stay as they are. A
+    model that this
     process has made takes its memory: for one that is too large here, run the script by
     ``smp-launch plan``, which gives delayed parameters none.
 
@@ -38,7 +39,9 @@ def plan(
         args, kwargs: what it is called with. An argument that is named like one of the following
             goes by position.
         devices: of the job, one for each process.
-        device: their kind: "h100", "h200", "a100", "l40s" or "cpu".
+        device: their kind: "h100", "h200", "a100", "l40s" or "cpu"; None for the GPU of this
+            process, or "h100" where it has none. On a device of that kind operations of the step
+            are timed, on numbers of no meaning; elsewhere a data sheet says what they take.
         memory: of a device, as "80GiB" or "80GB"; None for what its data sheet says.
         hosts: that have equally many of the devices.
         lines: of the plan, at most.
@@ -59,5 +62,7 @@ def plan(
         )
     if lines < 1:
         raise ConfigError(f"a plan has at least 1 line; received lines={lines}.")
-    machine = Machine.of(device, devices, hosts, memory)
-    return Plan(step.profile(args, kwargs), machine, lines)
+    Machine.of(device or USUAL_DEVICE, devices, hosts, memory)  # raises before anything is recorded
+    profile = step.profile(args, kwargs, device or "")
+    kind = device or profile.timed_on or USUAL_DEVICE
+    return Plan(profile, Machine.of(kind, devices, hosts, memory), lines)

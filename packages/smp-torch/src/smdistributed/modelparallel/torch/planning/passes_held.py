@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from smdistributed.modelparallel.common.planning.pass_memory import PassMemory, most_held
+from smdistributed.modelparallel.common.planning.pass_memory import (
+    PassMemory,
+    in_flight,
+    most_held,
+)
+from smdistributed.modelparallel.common.planning.pass_tape import PassTape, Span
 from smdistributed.modelparallel.common.planning.schedule import Action, Schedule
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.record.costs.pass_tape import PassTape, Span
 from smdistributed.modelparallel.torch.record.ir import Node, NodeKind
 
 
@@ -90,9 +94,9 @@ def passes_held(
             sum(found[plan][each.index].kept for each in plan.segments if each.rank == rank)
             for plan in found
         )
-        in_flight = _in_flight(actions)
-        moved = _moved(plans, rank, in_flight)
-        ranks.append(PassesHeld(most_held(actions, of), kept, in_flight, moved))
+        begun = in_flight(actions)
+        moved = _moved(plans, rank, begun)
+        ranks.append(PassesHeld(most_held(actions, of), kept, begun, moved))
     return tuple(ranks)
 
 
@@ -114,19 +118,6 @@ def segment_memory(segment: SegmentNodes, tape: PassTape) -> PassMemory:
     return whole
 
 
-def _in_flight(actions: Sequence[Action]) -> int:
-    """Returns the most microbatches that a rank has begun and not ended at a time."""
-    last = {action.microbatch: place for place, action in enumerate(actions)}
-    begun: set[int] = set()
-    most = 0
-    for place, action in enumerate(actions):
-        begun.add(action.microbatch)
-        most = max(most, len(begun))
-        if last[action.microbatch] == place:
-            begun.remove(action.microbatch)
-    return most
-
-
 def _has_regions(nodes: Iterable[Node]) -> bool:
     return any(node.region is not None for node in nodes)
 
@@ -140,14 +131,7 @@ def _again(nodes: Sequence[Node], memory: PassMemory) -> PassMemory:
         for value in node.inputs
         if value not in made and value.node.kind is not NodeKind.ATTRIBUTE
     )
-    kept = float(sum(value.num_bytes for value in given))
-    return replace(
-        memory,
-        kept=kept,
-        forward=kept + memory.forward,
-        backward=kept + memory.backward,
-        first_half=kept + memory.first_half,
-    )
+    return memory.again(float(sum(value.num_bytes for value in given)))
 
 
 def _spans(nodes: Iterable[Node]) -> list[Span]:

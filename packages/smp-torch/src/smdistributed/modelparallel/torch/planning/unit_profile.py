@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.planning.cost_tree import Unit
+from smdistributed.modelparallel.common.planning.pass_tape import Span, without
 from smdistributed.modelparallel.common.search.profile import Computation, Figures, UnitProfile
 from smdistributed.modelparallel.torch.planning.compute_costs import ComputeCosts
 from smdistributed.modelparallel.torch.planning.placement import called_in, cost_tree
+from smdistributed.modelparallel.torch.planning.tape_timing import TimedTape
 from smdistributed.modelparallel.torch.record.costs.meter import ModuleProfile, Profile
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.fakes import FakeModel
@@ -20,49 +22,69 @@ from smdistributed.modelparallel.torch.record.fakes import FakeModel
 def unit_profile(
     fakes: FakeModel,
     made: Profile,
-    kept: Profile,
     optimizer_bytes: Mapping[int, float],
     is_small: Callable[[torch.Tensor], bool],
     sliced: Collection[nn.Module] = (),
     blocks: Collection[nn.Module] = (),
+    timed: Sequence[Timed] = (),
 ) -> UnitProfile:
     """Returns the profile of a model.
 
     Args:
         fakes: the model.
-        made: of a microbatch, with the bytes of all tensors that were made.
-        kept: of the same, with those that autograd keeps.
+        made: of a microbatch, with the bytes of all tensors that were made, and with a tape.
         optimizer_bytes: by the identity of a parameter, what the optimizer keeps for it.
         is_small: whether a parameter stays whole where others are in shards.
         sliced: the outermost modules that tensor-parallel ranks would share.
         blocks: of the model.
+        timed: microbatches whose operations were timed.
     """
     tree = cost_tree(fakes, made, {}, ComputeCosts())
     modules = {name: module for module, name in fakes.names.items()}
     slices = _Slices(sliced, blocks)
-    return _Builder(fakes, made, kept, optimizer_bytes, is_small, modules, slices).unit(
+    return _Builder(fakes, made, optimizer_bytes, is_small, modules, slices, timed).unit(
         tree, is_inside=False
     )
 
 
 def beside_modules(
-    work: Work, made_bytes: int, kept_bytes: int, model: nn.Module, made: Profile, kept: Profile
+    work: Work, made_bytes: int, model: nn.Module, made: Profile, timed: Sequence[Timed] = ()
 ) -> Figures:
     """Returns the figures of what a step function computes outside of its model.
 
     Args:
         work: of the whole step function.
-        made_bytes, kept_bytes: likewise.
+        made_bytes: likewise.
         model: that it calls.
-        made, kept: as in ``unit_profile``.
+        made, timed: as in ``unit_profile``.
     """
     called = called_in(model, made)
-    kept_inside = sum(each.activation_bytes for each in called_in(model, kept))
+
+    def beside(profile: Profile) -> list[Span]:
+        assert profile.tape is not None
+        inside = [span for each in called_in(model, profile) for span in each.work.spans]
+        return without([(0, profile.tape.num_operations)], inside)
+
     return Figures(
+        timed=tuple((each.factor, each.tape.costs(beside(each.made))) for each in timed),
         computation=_computation(work - sum((each.work for each in called), Work())),
         made_bytes=max(0.0, made_bytes - sum(each.activation_bytes for each in called)),
-        kept_bytes=max(0.0, kept_bytes - kept_inside),
     )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A microbatch whose operations were timed.
+
+    Attributes:
+        factor: how many times as many examples it has as the one that was counted.
+        made: its profile.
+        tape: its operations.
+    """
+
+    factor: float
+    made: Profile
+    tape: TimedTape
 
 
 class _Slices:
@@ -109,11 +131,11 @@ class _Builder:
 
     fakes: FakeModel
     made: Profile
-    kept: Profile
     optimizer_bytes: Mapping[int, float]
     is_small: Callable[[torch.Tensor], bool]
     modules: Mapping[str, nn.Module]
     slices: _Slices
+    timed: Sequence[Timed] = ()
     counted: set[int] = field(default_factory=set)
 
     def unit(self, unit: Unit, *, is_inside: bool) -> UnitProfile:
@@ -125,7 +147,7 @@ class _Builder:
         """
         module = self.modules[unit.name]
         is_repeated = is_inside or self._is_repeated(module)
-        own = self._figures(unit, module, is_repeated=is_repeated, is_outermost=not is_inside)
+        own = self._figures(unit, module, is_repeated=is_repeated)
         return UnitProfile(
             unit.name,
             unit.order,
@@ -134,6 +156,8 @@ class _Builder:
             unit.output_bytes,
             tuple(sorted(unit.shared)),
             tuple(self.unit(child, is_inside=is_repeated) for child in unit.children),
+            tuple(self._own_spans(unit, module, self.made)),
+            is_again=is_repeated and not is_inside,
         )
 
     def _is_repeated(self, module: nn.Module) -> bool:
@@ -144,17 +168,10 @@ class _Builder:
         below = [each for child in module.children() for each in called_in(child, self.made)]
         return bool(below) and all(each.repeated for each in below)
 
-    def _figures(
-        self, unit: Unit, module: nn.Module, *, is_repeated: bool, is_outermost: bool
-    ) -> Figures:
+    def _figures(self, unit: Unit, module: nn.Module, *, is_repeated: bool) -> Figures:
         computation = _computation(
             self._own_work(unit, module), num_modules=module in self.made.modules
         )
-        kept, again = max(0.0, self._own_bytes(unit, module, self.kept)), 0.0
-        if is_repeated:
-            kept = unit.output_bytes if is_outermost else 0.0  # as large as what it is given
-            whole = self.kept.modules.get(module)
-            again = float(whole.activation_bytes) if is_outermost and whole else 0.0
         parameters = self._own_parameters(module)
         trained = [each for _, each in parameters if each.requires_grad]
         return Figures(
@@ -165,33 +182,43 @@ class _Builder:
             trained_elements=sum(each.numel() for each in trained),
             small_elements=sum(each.numel() for each in trained if self.is_small(each)),
             optimizer_bytes=sum(self.optimizer_bytes.get(key, 0.0) for key, _ in parameters),
-            made_bytes=max(0.0, self._own_bytes(unit, module, self.made)),
-            kept_bytes=kept,
-            again_bytes=again,
+            made_bytes=max(0.0, self._own_bytes(unit, module)),
+            timed=tuple(
+                (each.factor, each.tape.costs(self._own_spans(unit, module, each.made)))
+                for each in self.timed
+            ),
             sliced_elements=sum(
                 each.numel() for each in trained if self.slices.shares(module, each)
             ),
             exchanged_bytes=self.slices.exchanges(module) * unit.output_bytes,
         )
 
-    def _below(self, unit: Unit, profile: Profile) -> list[ModuleProfile]:
+    def _below(self, unit: Unit, made: Profile) -> list[ModuleProfile]:
         """Returns the outermost called modules below a unit."""
         children = (self.modules[child.name] for child in unit.children)
-        return [each for child in children for each in called_in(child, profile)]
+        return [each for child in children for each in called_in(child, made)]
 
     def _own_work(self, unit: Unit, module: nn.Module) -> Work:
         costs = self.made.modules.get(module)
         if costs is None:
             return Work()
-        below = sum((each.work for each in self._below(unit, self.made)), Work())
-        return costs.work - below
+        return costs.work - sum((each.work for each in self._below(unit, self.made)), Work())
 
-    def _own_bytes(self, unit: Unit, module: nn.Module, profile: Profile) -> float:
-        costs = profile.modules.get(module)
+    def _own_spans(self, unit: Unit, module: nn.Module, made: Profile) -> list[Span]:
+        costs = made.modules.get(module)
+        if costs is None:
+            return []
+        below = [span for each in self._below(unit, made) for span in each.work.spans]
+        return without(costs.work.spans, below)
+
+    def _own_bytes(self, unit: Unit, module: nn.Module) -> float:
+        costs = self.made.modules.get(module)
         if costs is None:
             return 0.0
-        below = sum(each.activation_bytes for each in self._below(unit, profile))
-        return float(costs.activation_bytes - below)
+        return float(
+            costs.activation_bytes
+            - sum(each.activation_bytes for each in self._below(unit, self.made))
+        )
 
     def _own_parameters(self, module: nn.Module) -> list[tuple[int, torch.Tensor]]:
         """Returns a module's own parameters, by identity; shared ones with the first of them."""

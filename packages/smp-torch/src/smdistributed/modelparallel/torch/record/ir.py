@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.planning.pass_tape import PassTape
 from smdistributed.modelparallel.torch.record.calls.forward_hooks import Spot as HookSpot
 from smdistributed.modelparallel.torch.record.calls.regions import Region
-from smdistributed.modelparallel.torch.record.costs.pass_tape import PassTape
 from smdistributed.modelparallel.torch.record.costs.work import Work
 from smdistributed.modelparallel.torch.record.trace.taps import Tap
 from smdistributed.modelparallel.torch.state.carried import Carried

@@ -115,7 +115,7 @@ class StepFunction:
 
     def _make(self, runtime: TorchRuntime) -> EagerStep | PipelinedStep | PlannedStep:
         if runtime.planning is not None:
-            return self._planned(runtime)
+            return self._planned(runtime, runtime.planning.device)
         given = runtime, self._function, self._rules, self._detach_outputs
         if runtime.context_group is not None:
             if not self._detach_outputs:
@@ -141,11 +141,15 @@ class StepFunction:
             return EagerStep(*given, functools.partial(body_captures_of, *asked))
         return PipelinedStep(*given, self._static, replays_of(*asked), compiled)
 
-    def _planned(self, runtime: TorchRuntime) -> PlannedStep:
-        return PlannedStep(runtime, self._function, self._rules, self._cuda_graphs)
+    def _planned(self, runtime: TorchRuntime, device: str = "") -> PlannedStep:
+        return PlannedStep(runtime, self._function, self._rules, self._cuda_graphs, device)
 
-    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
-        """Records a call, and returns what it costs; computes nothing. Local.
+    def profile(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: str) -> ModelProfile:
+        """Records a call, and returns what it costs; computes nothing of the model. Local.
+
+        Args:
+            args, kwargs: of the call.
+            device: the kind that is planned for. Operations are timed where it is this process's.
 
         Raises:
             ConfigError: the process is not alone, or the call does not train.
@@ -156,7 +160,7 @@ class StepFunction:
                 f"one process plans for a job; received {runtime.topology.size}: start the script "
                 "without a launcher."
             )
-        recorded = self._planned(runtime).looked_at(args, kwargs)
+        recorded = self._planned(runtime, device).looked_at(args, kwargs)
         if isinstance(recorded, ModelProfile):
             return recorded
         raise ConfigError(

@@ -107,7 +107,7 @@ class StepInputs:
                 given, moved = self._mover.move(args, kwargs)
                 call = in_order(signature, *given)
                 mine = self._kind(*call)
-                calls, weights = self._split(call)
+                calls, weights = self.split(call)
                 batch = MiniBatch(Header(mine, seed), call, calls, weights, moved)
                 header = Header(mine, seed, recall(batch))
                 made.append(replace(batch, header=header))
@@ -118,7 +118,7 @@ class StepInputs:
         header: Header = hear(communicator)
         call = in_order(signature, args, kwargs)
         self._check(self._kind(*call), header.kind)
-        calls, weights = self._split(self._stand_ins(header.kind, *call))
+        calls, weights = self.split(self._stand_ins(header.kind, *call))
         return MiniBatch(header, call, calls, weights)
 
     def misfits_named(self, batch: MiniBatch) -> AbstractContextManager[None]:
@@ -154,7 +154,7 @@ class StepInputs:
             self._send(tensors_in(batch.given), needed, written)
             return tensors
         received = self._receive(batch.header.kind, needed[self._pp_rank])
-        calls, _ = self._split(_with_tensors(*batch.given, received))
+        calls, _ = self.split(_with_tensors(*batch.given, received))
         return [tensors_in(call) for call in calls]
 
     def check_written(self, batch: MiniBatch, written: Sequence[Mapping[int, object]]) -> None:
@@ -209,7 +209,7 @@ class StepInputs:
         own = [tuple(each.shape) for each in tensors_in(batch.given)]
         if own != [each.shape for each in batch.header.kind.tensors]:
             return
-        calls, _ = self._split(batch.given)
+        calls, _ = self.split(batch.given)
         with torch.no_grad():
             for call, found in zip(calls, written, strict=True):
                 tensors = tensors_in(call)
@@ -262,11 +262,16 @@ class StepInputs:
 
     def calls(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Call]:
         """Returns what this rank alone would give each microbatch."""
-        return self._split(in_order(self._rules.signature, args, kwargs))[0]
+        return self.split(in_order(self._rules.signature, args, kwargs))[0]
 
-    def _split(self, call: Call) -> tuple[Sequence[Call], Sequence[float]]:
-        """Returns the calls of the microbatches, and their shares of the batch."""
-        most = self._runtime.config.microbatches
+    def split(self, call: Call, most: int | None = None) -> tuple[Sequence[Call], Sequence[float]]:
+        """Returns the calls of the microbatches, and their shares of the batch.
+
+        Args:
+            call: the arguments of a step.
+            most: microbatches there are; None for what the job has.
+        """
+        most = self._runtime.config.microbatches if most is None else most
         return split_arguments(TENSORS, self._rules, most, *call)
 
     def _stand_ins(self, kind: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

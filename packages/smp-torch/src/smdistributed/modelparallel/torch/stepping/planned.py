@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,10 +29,15 @@ from smdistributed.modelparallel.torch.model.distributed import DistributedModel
 from smdistributed.modelparallel.torch.model.replacing import sliced_modules
 from smdistributed.modelparallel.torch.optimizer.kept_state import kept_bytes
 from smdistributed.modelparallel.torch.planning.passes_held import PassesHeld
-from smdistributed.modelparallel.torch.planning.unit_profile import beside_modules, unit_profile
+from smdistributed.modelparallel.torch.planning.tape_timing import kind_of, timed_tape
+from smdistributed.modelparallel.torch.planning.unit_profile import (
+    Timed,
+    beside_modules,
+    unit_profile,
+)
 from smdistributed.modelparallel.torch.random.step_seed import StepSeed
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
-from smdistributed.modelparallel.torch.record.costs.work import Work
+from smdistributed.modelparallel.torch.record.costs.work import Operations, Work
 from smdistributed.modelparallel.torch.record.passes import Passed
 from smdistributed.modelparallel.torch.record.questions.decisions import OwnDecisions
 from smdistributed.modelparallel.torch.record.recorder import Recorder
@@ -42,13 +48,15 @@ from smdistributed.modelparallel.torch.runtime.tensors import TENSORS
 from smdistributed.modelparallel.torch.sharding.layout import is_cut
 from smdistributed.modelparallel.torch.state.python_random import python_random_kept
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
-from smdistributed.modelparallel.torch.stepping.batch import MiniBatch
+from smdistributed.modelparallel.torch.stepping.batch import Call, MiniBatch
 from smdistributed.modelparallel.torch.stepping.inputs import StepInputs
 from smdistributed.modelparallel.torch.stepping.on_fakes import StepOnFakes
 from smdistributed.modelparallel.torch.stepping.placing import kept_whole
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 
 class PlannedStep(StepOnFakes):
@@ -59,6 +67,7 @@ class PlannedStep(StepOnFakes):
         function: the user's function.
         rules: which arguments are split.
         graphs: whether passes are to be captured as CUDA graphs.
+        device: the kind of device that is planned for; "" for the one of this process.
     """
 
     def __init__(
@@ -67,8 +76,10 @@ class PlannedStep(StepOnFakes):
         function: Callable[..., Any],
         rules: SplitRules,
         graphs: Graphs,
+        device: str,
     ) -> None:
         super().__init__(runtime)
+        self._device = device
         self._function = function
         self._name = getattr(function, "__name__", str(function))
         self._rules = rules
@@ -97,14 +108,15 @@ class PlannedStep(StepOnFakes):
             model.refresh()
         try:
             batch = self._inputs.agree(args, kwargs, StepSeed().number, lambda batch: None)
-            made, meter = self._recorded(batch, keeps=False)
+            operations = Operations() if self._times else None
+            made, meter = self._recorded(batch, batch.calls[0], operations)
             if not _trains(made):
                 results = [map_tensors(made.result, _zeros)] * len(batch.calls)
                 return combine(results, batch.weights, detach=True)
-            kept, keeping = self._recorded(batch, keeps=True)
+            timed = [] if operations is None else self._timed(batch, made, meter, operations)
         finally:
             self.runtime.random.end()
-        return self._profile(batch, made, meter, kept, keeping)
+        return self._profile(batch, made, meter, timed)
 
     def looked_at(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Records a call as ``recorded`` does, and leaves nothing of it behind.
@@ -126,15 +138,15 @@ class PlannedStep(StepOnFakes):
                 model.refresh()
             try:
                 batch = self._inputs.agree(args, kwargs, StepSeed().number, lambda batch: None)
-                passed, meter = self._recorded(batch, keeps=True)
+                passed, _ = self._recorded(batch, batch.calls[0])
             finally:
                 self.runtime.random.end()
-        if not _trains(passed) or meter.tape is None:
+        tape = passed.profile.tape
+        if not _trains(passed) or tape is None:
             return None
-        memory = meter.tape.memory([(0, meter.tape.num_operations)])
-        given = sum(each.numel() * each.element_size() for each in tensors_in(batch.given))
+        memory = tape.memory([(0, tape.num_operations)])
         most = max(memory.most_in(Kind.FORWARD), memory.most_in(Kind.BACKWARD))
-        return PassesHeld(most, memory.kept, 1, given)
+        return PassesHeld(most, memory.kept, 1, _given_bytes(batch))
 
     @contextlib.contextmanager
     def _put_back(self) -> Iterator[None]:
@@ -148,8 +160,45 @@ class PlannedStep(StepOnFakes):
                 before.note_changes()
                 before.put_all_back()
 
+    @property
+    def _times(self) -> bool:
+        """Whether this process has a device of the kind that is planned for."""
+        own = kind_of(self.runtime.device)
+        return own == self._device or (not self._device and own not in ("", "cpu"))
+
+    def _timed(
+        self, batch: MiniBatch, made: Passed, meter: Meter, operations: Operations
+    ) -> list[Timed]:
+        """Times microbatches of several sizes.
+
+        Args:
+            batch: that was called.
+            made, meter, operations: of its first microbatch.
+        """
+        found = []
+        size = self._batch_size(batch)
+        examples = round(size * batch.weights[0])
+        for number in _sizes(examples, size):
+            if number != examples:
+                calls, _ = self._inputs.split(batch.given, size // number)
+                operations = Operations()
+                try:
+                    made, meter = self._recorded(batch, calls[0], operations)
+                except Exception:  # as a norm of a batch refuses one example
+                    logger.debug("%d examples are not timed", number, exc_info=True)
+                    continue
+            assert meter.tape is not None
+            tape = timed_tape(meter.tape, operations, self.runtime.device)
+            if tape is not None:
+                found.append(Timed(number / examples, made.profile, tape))
+        return sorted(found, key=lambda each: each.factor)
+
+    def _batch_size(self, batch: MiniBatch) -> int:
+        cut = list(tensors_to_cut(TENSORS, self._rules, *batch.given).values())
+        return cut[0][0].shape[cut[0][1]] if cut else len(batch.calls)
+
     def _profile(
-        self, batch: MiniBatch, made: Passed, meter: Meter, kept: Passed, keeping: Meter
+        self, batch: MiniBatch, made: Passed, meter: Meter, timed: Sequence[Timed]
     ) -> ModelProfile:
         planning = self.runtime.planning
         config = self.runtime.config if planning is None else planning.config
@@ -160,8 +209,7 @@ class PlannedStep(StepOnFakes):
                 "optimizers is not counted"
             )
         notes += kept_whole(made.profile)
-        cut = list(tensors_to_cut(TENSORS, self._rules, *batch.given).values())
-        shape = cut[0][0].shape[cut[0][1]] if cut else len(batch.calls)
+        shape = self._batch_size(batch)
         model = self._model(made)
         names = model.holder.fakes.names
         stacks = stacks_of(model.get_module())
@@ -169,11 +217,11 @@ class PlannedStep(StepOnFakes):
         root: UnitProfile = unit_profile(
             model.holder.fakes,
             made.profile,
-            kept.profile,
             state_bytes,
             functools.partial(_is_small, config.sdp_param_persistence_threshold),
             sliced_modules(self.runtime, model.get_module()),
             {block for stack in stacks for block in stack},
+            timed,
         )
         return ModelProfile(
             framework="pytorch",
@@ -183,14 +231,10 @@ class PlannedStep(StepOnFakes):
             examples=round(shape * batch.weights[0]),
             precision=_precision(meter.work),
             root=root,
-            beside=beside_modules(
-                meter.work,
-                meter.bytes,
-                keeping.bytes,
-                model.get_module(),
-                made.profile,
-                kept.profile,
-            ),
+            beside=beside_modules(meter.work, meter.bytes, model.get_module(), made.profile, timed),
+            tape=made.profile.tape,
+            given_bytes=_given_bytes(batch),
+            timed_on=kind_of(self.runtime.device) if timed else "",
             settings=config.given(),
             memory_weight=config.memory_weight,
             most_gathered=config.sdp_max_live_parameters,
@@ -216,19 +260,20 @@ class PlannedStep(StepOnFakes):
 
     # ------------------------------------------------------------------ recording
 
-    def _recorded(self, batch: MiniBatch, *, keeps: bool) -> tuple[Passed, Meter]:
-        """Records the first microbatch, and returns what has counted it.
+    def _recorded(
+        self, batch: MiniBatch, call: Call, operations: Operations | None = None
+    ) -> tuple[Passed, Meter]:
+        """Records a microbatch, and returns what has counted it.
 
         Args:
-            batch: what was called.
-            keeps: whether the bytes of its profile are those that autograd keeps.
+            batch: that it is of.
+            call: its arguments.
+            operations: takes note of each kind of operation.
         """
-        runtime, call = self.runtime, batch.calls[0]
+        runtime = self.runtime
         fakes = [model.holder.fakes for model in models_of(runtime)]
         scene = Scene(fakes, {}, fakes, [self._function])
-        meter = Meter(
-            runtime.fake_mode, not_kept=scene.storages if keeps else None, counts_kept=keeps
-        )
+        meter = Meter(runtime.fake_mode, operations, not_kept=scene.storages)
         recorder = Recorder(
             scene,
             runtime.fake_mode,
@@ -243,9 +288,8 @@ class PlannedStep(StepOnFakes):
         with runtime.fake_mode:
             trace = Trace([each.empty(runtime.device) for each in specs])
         with contextlib.ExitStack() as stack:
-            if keeps:
-                hooks = torch.autograd.graph.saved_tensors_hooks(meter.keep, meter.give)
-                stack.enter_context(hooks)
+            hooks = torch.autograd.graph.saved_tensors_hooks(meter.keep, meter.give)
+            stack.enter_context(hooks)
             stack.enter_context(self._running(recorder))
             stack.enter_context(recorder.on_fakes())
             passed = recorder.run(trace, self._function, call, OwnDecisions())
@@ -259,6 +303,16 @@ def _trains(passed: Passed) -> bool:
     """Whether a microbatch has asked for gradients."""
     assert passed.opened is not None
     return any(entry.kind is EntryKind.BACKWARD for entry in passed.opened.log)
+
+
+def _sizes(examples: int, batch: int) -> list[int]:
+    """Returns the examples of microbatches that are timed: those of the script, one, and more."""
+    more = (each for each in range(2 * examples, batch + 1) if batch % each == 0)
+    return [examples, *({1, next(more, examples)} - {examples})]
+
+
+def _given_bytes(batch: MiniBatch) -> float:
+    return float(sum(each.numel() * each.element_size() for each in tensors_in(batch.given)))
 
 
 def _is_small(threshold: int, parameter: torch.Tensor) -> bool:

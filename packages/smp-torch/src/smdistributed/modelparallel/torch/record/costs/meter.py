@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from smdistributed.modelparallel.common.planning.pass_tape import PassTape
 from smdistributed.modelparallel.torch.collectives.shapes import is_exchanging
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensor,
@@ -20,7 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 from smdistributed.modelparallel.torch.compat.private.tensors import has_memory
 from smdistributed.modelparallel.torch.record.costs.flops import FlopCounter, is_half
 from smdistributed.modelparallel.torch.record.costs.lifetimes import Lifetimes
-from smdistributed.modelparallel.torch.record.costs.pass_tape import Kept, PassTape
+from smdistributed.modelparallel.torch.record.costs.tape_writer import Kept, TapeWriter
 from smdistributed.modelparallel.torch.record.costs.work import Operations, Work, makes_tensors
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
 from smdistributed.modelparallel.torch.tensors.writes import note_view, note_writes
@@ -153,7 +154,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._names: list[str] = []
         self._not_kept = not_kept
         self._counts_kept = counts_kept
-        self.tape: PassTape | None = None
+        self.tape: TapeWriter | None = None
         self.flops = 0
         #: Those of products of two matrices and of convolutions: of layers with a weight.
         self._weight_flops = 0
@@ -224,10 +225,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Starts a microbatch."""
         self.lifetimes.begin()
         if self._not_kept is not None:
-            self.tape = PassTape(self._not_kept)
+            self.tape = TapeWriter(self._not_kept)
 
     def keep(self, tensor: torch.Tensor) -> Kept | torch.Tensor:
-        """Takes note of a tensor that autograd keeps for a backward pass; see ``PassTape``."""
+        """Takes note of a tensor that autograd keeps for a backward pass; see ``TapeWriter``."""
         assert self.tape is not None
         before = self.tape.kept_bytes
         kept = self.tape.keep(tensor)
@@ -244,7 +245,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.tape is not None and self.tape.backward.is_running:
             out = func(*args, **kwargs)
-            self.tape.backward.note(filter(has_memory, tensors_in(out)))
+            name = self._name(func, args, kwargs, out)
+            self.tape.backward.note(filter(has_memory, tensors_in(out)), name)
             return out
         if func._schema.is_mutable:
             written = written_by(func, args, kwargs)
@@ -260,9 +262,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     note_view(each, args[0])
         given, made = tensors_in((tuple(args), kwargs)), tensors_in(out)
         self.lifetimes.note(given, made)
+        name = self._name(func, args, kwargs, out)
         if self.tape is not None and (given or made):
             weight_bytes = _weight_bytes(func, args) if func._overloadpacket in OF_WEIGHTS else 0
-            self.tape.note(filter(has_memory, given), [*filter(has_memory, made)], weight_bytes)
+            with_memory = [*filter(has_memory, made)]
+            self.tape.note(filter(has_memory, given), with_memory, weight_bytes, name)
         if is_exchanging():
             return out
         if func in _WRITING_STATISTICS and args[5]:
@@ -282,11 +286,18 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._weight_products += count.products
         if makes_tensors(func, out):
             self._kernels += 1
-            if self._operations is not None:
-                self._names.append(self._operations.name(func, args, kwargs, count.flops))
+            if name:
+                self._names.append(name)
         if not self._counts_kept and isinstance(out, torch.Tensor):
             self.bytes += out.numel() * out.element_size()
         return out
+
+    def _name(self, func: Any, args: Any, kwargs: Any, out: Any) -> str:
+        """Returns the name of an operation, if it computes and is to be timed; else ""."""
+        if self._operations is None or is_exchanging() or not makes_tensors(func, out):
+            return ""
+        count = self._flop_counter.count(func, args, kwargs, out)
+        return self._operations.name(func, args, kwargs, count.flops, count.products)
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._mode is None or isinstance(tensor, FakeTensor) or not computes_on_fakes():

@@ -100,12 +100,14 @@ class Operation:
         function: that is called.
         args, kwargs: its arguments; an ``Operand`` stands for each tensor.
         flops: floating-point operations, as counted.
+        products: of them, those of a product.
     """
 
     function: Any
     args: Any
     kwargs: Any
     flops: int
+    products: int
 
 
 @dataclass
@@ -118,13 +120,15 @@ class Operations:
 
     known: dict[str, Operation] = field(default_factory=dict)
 
-    def name(self, function: Any, args: Sequence[Any], kwargs: Any, flops: int) -> str:
+    def name(
+        self, function: Any, args: Sequence[Any], kwargs: Any, flops: int, products: int
+    ) -> str:
         """Returns the name of an operation, and keeps what it takes to make it again."""
         given = (tuple(args), dict(kwargs))
         args, kwargs = template(given, Operand.of, lambda obj: obj)
         name = f"{function}{text((args, kwargs), str)}"
         if name not in self.known:
-            self.known[name] = Operation(function, args, kwargs, flops)
+            self.known[name] = Operation(function, args, kwargs, flops, products)
         return name
 
 

@@ -147,7 +147,7 @@ class ModuleCalls:
         """Takes from the end of the run what is known then alone."""
         if self._meter.tape is not None:
             self._meter.tape.close()
-        self.profile.tape = self._meter.tape
+            self.profile.tape = self._meter.tape.tape()
         self.profile.crossing = self._meter.lifetimes.crossing(len(self.profile.modules))
         frame = self._stack[0]
         self.profile.step_draws = Draws(frame.draws, frozenset(frame.functions))
