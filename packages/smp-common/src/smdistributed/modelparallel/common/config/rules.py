@@ -44,7 +44,6 @@ PLANNED = (
 
 #: Why a degree does not go with pieces of sequences.
 _WITHOUT_CONTEXT = {
-    "pipeline_parallel_degree": "a pipeline records steps whose ranks have whole sequences",
     "tensor_parallel_degree": "slices gather the examples of ranks that have whole sequences",
 }
 

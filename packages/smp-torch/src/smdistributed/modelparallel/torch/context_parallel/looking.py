@@ -21,8 +21,10 @@ def leaving_nothing(
     modules: Sequence[nn.Module],
     code: Sequence[Callable[..., Any]],
     draws_apart: Callable[[], contextlib.AbstractContextManager[None]],
-) -> Iterator[None]:
+) -> Iterator[Snapshot]:
     """Puts back what code changes inside: Python's state, numbers of buffers, generators.
+
+    Yields Python's state before.
 
     Args:
         modules: that may be called.
@@ -32,7 +34,7 @@ def leaving_nothing(
     before = Snapshot(modules, code)
     try:
         with _buffers_kept(modules), python_random_kept(), draws_apart(), torch.no_grad():
-            yield
+            yield before
     finally:
         before.note_changes()
         before.put_all_back()

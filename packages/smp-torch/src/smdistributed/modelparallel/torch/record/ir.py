@@ -19,6 +19,7 @@ import copy
 import enum
 import hashlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -131,6 +132,14 @@ class Value:
         if self._is_in_order:
             return tensor
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
+
+    def piece(self, shape: Sequence[int]) -> Value:
+        """Returns what stands for it where a rank has a piece of it, as it travels."""
+        made = copy.copy(self)
+        made.shape = tuple(shape)
+        made.num_bytes = math.prod(shape) * self.dtype.itemsize
+        made._wire_shape = [shape[dim] for dim in self.order]
+        return made
 
     def like(self, node: Node, source: Path | Value | Tap, *, requires_grad: bool) -> Value:
         """Returns a value of another node, whose tensor looks like this one's; adds it there."""
