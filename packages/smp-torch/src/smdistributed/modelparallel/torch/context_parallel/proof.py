@@ -343,6 +343,8 @@ def _tensor(given: Given, double: bool, number: int, draws: torch.Generator) -> 
         return values.to(dtype)
     if not like.numel():
         return torch.empty(shape, dtype=like.dtype, device=like.device)
+    if isinstance(like, FakeTensor) and not number:  # the index of the only row of a table
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
     if like.dtype == torch.bool or isinstance(like, FakeTensor):
         known = torch.tensor([0, 1], dtype=like.dtype, device=like.device)
     else:
