@@ -132,7 +132,11 @@ class Kept(nn.Module):
 @pytest.mark.parametrize(
     ("block", "between", "told"),
     [
-        (nn.Linear(WIDTH, WIDTH), lambda x: x.cumsum(1), "torch.Tensor.cumsum"),
+        (
+            nn.Linear(WIDTH, WIDTH),
+            lambda x: x.cumsum(1),
+            "It is torch.Tensor.cumsum, in the model's own",
+        ),
         (nn.GRU(WIDTH, WIDTH, batch_first=True), lambda x: x[0], "in a GRU"),
         (Kept(), lambda x: x, "that an earlier microbatch has left"),
     ],

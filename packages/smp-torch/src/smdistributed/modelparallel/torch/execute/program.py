@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -56,6 +57,8 @@ from smdistributed.modelparallel.torch.trial.deciding import known_changes
 SegmentFunction = Callable[..., tuple[torch.Tensor, ...]]
 #: (name of a leaf, what was recorded of its results, its results)
 Check = Callable[..., None]
+#: A line that gives a tensor its name.
+_GIVEN = re.compile(r"\s*v(\d+) = ")
 #: Grad mode, autocast, switches of backends, type of new tensors.
 _State = tuple[bool, Autocast, Changes, torch.dtype]
 
@@ -123,6 +126,10 @@ def _alike(name: str, want: Any, result: Any) -> None:
             "depends on data, or on state that has changed since. The Python around it has run "
             "already: keep what depends on it inside one module."
         )
+
+
+def _indices(node: Node) -> set[int]:
+    return {value.index for value in node.outputs}
 
 
 class flagged:  # noqa: N801 - reads as a function
@@ -215,6 +222,7 @@ class Program:
 
     Attributes:
         source: the generated code, for people who debug.
+        file: what tracebacks call it.
         leaves: the modules that it calls.
     """
 
@@ -228,6 +236,7 @@ class Program:
         check: Check = check_results,
     ) -> None:
         self._device = device
+        self._nodes = segment.nodes
         self._compiled = compiled
         self._plan = plan
         leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
@@ -260,8 +269,16 @@ class Program:
         results = "".join(f"v{value.index}, " for value in segment.outputs)
         lines = [f"def segment_{segment.index}({parameters}):", *lines, f"    return ({results})"]
         self.source = "\n".join(lines)
-        exec(compile(self.source, f"<segment {segment.index}>", "exec"), self._names)
+        self.file = f"<segment {segment.index}>"
+        exec(compile(self.source, self.file, "exec"), self._names)
         self.run: SegmentFunction = self._names[f"segment_{segment.index}"]
+
+    def node_at(self, line: int) -> Node | None:
+        """Returns the node that a line of the source computes, if it gives a tensor."""
+        for text in self.source.splitlines()[line - 1 :]:
+            if (found := _GIVEN.match(text)) is not None:
+                return next((n for n in self._nodes if int(found[1]) in _indices(n)), None)
+        return None
 
     def _lines(self, segment: SegmentNodes) -> list[str]:
         # A cut value belongs to its producer: change a copy.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from smdistributed.modelparallel.torch.context_parallel.way import Held, Way, Wh
 from smdistributed.modelparallel.torch.execute.program import Program, check_result
 from smdistributed.modelparallel.torch.planning.products import DIFFERENTIATING
 from smdistributed.modelparallel.torch.planning.segments import Plan, SegmentNodes
-from smdistributed.modelparallel.torch.record.ir import NodeKind, Value
+from smdistributed.modelparallel.torch.record.ir import Node, NodeKind, Value
 from smdistributed.modelparallel.torch.state.carried import CarriedObjects
 
 DrawsApart = Callable[[], contextlib.AbstractContextManager[None]]
@@ -164,8 +165,26 @@ class SplitProgram:
     def _computed(
         self, run: PieceRun, inputs: Sequence[Any], carried: Any, values: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        with computing(run):
-            return self._program.run(inputs, carried, *values)
+        try:
+            with computing(run):
+                return self._program.run(inputs, carried, *values)
+        except UnsupportedError as error:
+            node = self._between(error)
+            if node is None:
+                raise
+            raise UnsupportedError(
+                f"{error} It is {node.name}, in {node.where}, between modules that stay whole."
+            ) from error
+
+    def _between(self, error: Exception) -> Node | None:
+        """Returns the node that an error is about, if that is code between modules."""
+        frames = [
+            (frame, line)
+            for frame, line in traceback.walk_tb(error.__traceback__)
+            if frame.f_code.co_filename == self._program.file
+        ]
+        node = self._program.node_at(frames[-1][1]) if frames else None
+        return node if node is not None and node.kind is NodeKind.CALL else None
 
     def _look(self, inputs: Sequence[Any], carried: Any, values: Sequence[torch.Tensor]) -> Way:
         """Runs it for the whole; there are no numbers of what this rank has a piece of."""

@@ -213,6 +213,7 @@ class Node:
         late: it is a gradient, or is computed from one.
         beside: it takes part in differentiating that node, and runs where that does; LEAF: it is
             the same call once more, which leaves nothing behind.
+        where: whose code has called it, for messages; "" where no script has.
         made: grows with each node that this process makes, of whichever graph.
     """
 
@@ -260,6 +261,7 @@ class Node:
     segment: int = -1
     late: bool = False
     beside: Node | None = None
+    where: str = ""
     made: int = field(default_factory=itertools.count().__next__)
 
     @property
