@@ -442,10 +442,6 @@ def test_wrong_envelopes(given: dict[str, Any], text: str) -> None:
             ["and tensor_parallel_degree are not both above 1 yet, since slices gather"],
         ),
         (
-            {"context_parallel_degree": 2, "ddp": True, "offload_activations": True},
-            ["context_parallel_degree above 1 does not go with offload_activations yet"],
-        ),
-        (
             {"partitions": 2, "auto_partition": False},
             ["auto_partition false needs default_partition"],
         ),

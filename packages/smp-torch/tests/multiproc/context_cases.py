@@ -540,16 +540,21 @@ def _of_transformers(
     return worst
 
 
-def trained(dropout: float) -> list[float]:
+def trained(dropout: float, *, reentrant: bool = False, offloads: bool = False) -> list[float]:
     """Returns the losses of a GPT-2 that is trained, the norms of its gradients, and its sum.
 
     Its blocks are computed again in the backward pass.
+
+    Args:
+        dropout: of its blocks.
+        reentrant: how they are checkpointed.
+        offloads: what they keep leaves the device meanwhile; how much is returned, too.
     """
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(3)
         module = gpt2(dropout)
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
         model = smp.DistributedModel(module)
         model.train()
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -571,6 +576,6 @@ def trained(dropout: float) -> list[float]:
             found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 10.0)))
             optimizer.step()
         found.append(sum(float(each.abs().sum()) for each in model.state_dict().values()))
-        return found
+        return [*found, train.activation_memory().stored_bytes] if offloads else found
     finally:
         torch.set_default_dtype(torch.float32)

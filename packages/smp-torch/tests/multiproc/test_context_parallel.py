@@ -155,6 +155,23 @@ def test_training_with_dropout_is_that_of_one_process(
         assert found == pytest.approx(want, rel=1e-6)
 
 
+def offloaded() -> list[list[float]]:
+    return [context_cases.trained(0.2, reentrant=each, offloads=True) for each in (False, True)]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_activations_may_be_in_host_memory(worlds: Worlds, degree: int) -> None:
+    (want,) = run(worlds, world_of(1, {"ddp": True, "microbatches": 2}), context_cases.trained, 0.2)
+    config = {"offload_activations": True, "activation_loading_horizon": 1}
+    world = sharing(2 * degree, pipeline_parallel_degree=degree, **config)
+    everyones = run(worlds, world, offloaded)
+    for kinds in zip(*everyones, strict=True):
+        assert sum(each.pop() for each in kinds) > 0
+    for found in everyones:
+        for each in found:
+            assert each == pytest.approx(want, rel=1e-6)
+
+
 # ---------------------------------------------------------------- a step
 
 
