@@ -438,16 +438,8 @@ def test_wrong_envelopes(given: dict[str, Any], text: str) -> None:
             ["context_parallel_degree above 1 needs ddp: set it to true"],
         ),
         (
-            {"context_parallel_degree": 2, "ddp": True, "partitions": 2},
-            ["context_parallel_degree and partitions are not both above 1 yet, since a pipeline"],
-        ),
-        (
             {"context_parallel_degree": 2, "ddp": True, "tensor_parallel_degree": 2},
             ["and tensor_parallel_degree are not both above 1 yet, since slices gather"],
-        ),
-        (
-            {"context_parallel_degree": 2, "ddp": True, "offload_activations": True},
-            ["context_parallel_degree above 1 does not go with offload_activations yet"],
         ),
         (
             {"partitions": 2, "auto_partition": False},

@@ -355,10 +355,19 @@ def differences(
             expected.append(value.detach())
         got = train(model, tokens, labels).stack()
         worst = max(worst, float((got - torch.stack(expected)).abs().max()))
-        for want, has in zip(plain.parameters(), mine.parameters(), strict=True):
-            assert (want.grad is None) == (has.grad is None)
-            if want.grad is not None and has.grad is not None:
-                worst = max(worst, float((want.grad - has.grad).abs().max()))
+        worst = max(worst, of_gradients(plain, model))
+    return worst
+
+
+def of_gradients(plain: nn.Module, model: smp.DistributedModel) -> float:
+    """Returns by how much gradients of this rank's parameters differ from those of one process."""
+    expected = dict(plain.named_parameters())
+    worst = 0.0
+    for name, has in model.local_named_parameters():
+        want = expected[name]
+        assert (want.grad is None) == (has.grad is None), name
+        if want.grad is not None and has.grad is not None:
+            worst = max(worst, float((want.grad - has.grad).abs().max()))
     return worst
 
 
@@ -527,21 +536,25 @@ def _of_transformers(
         # Losses of Transformers are in single precision.
         want = torch.stack([out.loss for out in here])
         worst = max(worst, 1e-8 * float((losses.stack() - want).abs().max()))
-        for one, other in zip(plain.parameters(), mine.parameters(), strict=True):
-            worst = max(worst, float((one.grad - other.grad).abs().max()))  # type: ignore[operator]
+        worst = max(worst, of_gradients(plain, model))
     return worst
 
 
-def trained(dropout: float) -> list[float]:
+def trained(dropout: float, *, reentrant: bool = False, offloads: bool = False) -> list[float]:
     """Returns the losses of a GPT-2 that is trained, the norms of its gradients, and its sum.
 
     Its blocks are computed again in the backward pass.
+
+    Args:
+        dropout: of its blocks.
+        reentrant: how they are checkpointed.
+        offloads: what they keep leaves the device meanwhile; how much is returned, too.
     """
     torch.set_default_dtype(torch.float64)
     try:
         torch.manual_seed(3)
         module = gpt2(dropout)
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        module.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
         model = smp.DistributedModel(module)
         model.train()
         optimizer = smp.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2))
@@ -549,7 +562,10 @@ def trained(dropout: float) -> list[float]:
         @smp.step
         def train(model: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
             loss = model(input_ids=input_ids, labels=labels, use_cache=False).loss
-            loss.backward()
+            if smp.pp_size() > 1:
+                model.backward(loss)  # type: ignore[operator]
+            else:
+                loss.backward()
             return loss
 
         torch.manual_seed(5)
@@ -560,6 +576,6 @@ def trained(dropout: float) -> list[float]:
             found.append(float(nn.utils.clip_grad_norm_(model.parameters(), 10.0)))
             optimizer.step()
         found.append(sum(float(each.abs().sum()) for each in model.state_dict().values()))
-        return found
+        return [*found, train.activation_memory().stored_bytes] if offloads else found
     finally:
         torch.set_default_dtype(torch.float32)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import context_cases
+import context_scripts
 import pytest
 import torch
 from torch import nn
@@ -24,14 +25,57 @@ def sharing(ranks: int, degree: int = 2, microbatches: int = 2, **config: Any) -
     return world_of(ranks, {**given, **config})
 
 
+def piped(order: str) -> World:
+    """Returns a world of two partitions, each on two ranks that share sequences."""
+    return sharing(4, microbatches=4, pipeline_parallel_degree=2, pipeline=order)
+
+
+#: Two partitions, each on two ranks that share sequences.
+PIPED = sharing(4, pipeline_parallel_degree=2)
+
 # ---------------------------------------------------------------- any module
 
 
-@pytest.mark.parametrize("place", [pytest.param("first", marks=pytest.mark.slow), "last"])
-def test_what_reads_across_a_sequence_is_exact_or_refused(worlds: Worlds, place: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "place"),
+    [
+        pytest.param(sharing(2), "first", marks=pytest.mark.slow),
+        (sharing(2), "last"),
+        pytest.param(PIPED, "last", marks=pytest.mark.slow),
+    ],
+    ids=["first", "last", "pp2-cp2"],
+)
+def test_what_reads_across_a_sequence_is_exact_or_refused(
+    worlds: Worlds, world: World, place: str
+) -> None:
     names = list(context_cases.expected())
-    for found in run(worlds, sharing(2), context_cases.verdicts, place, names, timeout=240):
+    for found in run(worlds, world, context_cases.verdicts, place, names, timeout=240):
         assert found == context_cases.expected()
+
+
+#: Of the scripts, what goes through most branches of the library that others do not.
+SAMPLE = {
+    "mix_by_overload": "refused",  # the whole model is one module then
+    "mean_of_masked": "exact",
+    "padded_positions": "exact",
+    "flattened": "exact",
+    "hooked": "refused",
+    "checkpointed": "exact",
+    "logits": "exact",
+}
+
+
+def test_scripts_are_exact_or_refused_in_pipelines(worlds: Worlds) -> None:
+    for found in run(worlds, PIPED, context_scripts.verdicts, list(SAMPLE), timeout=240):
+        assert found == SAMPLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_all_scripts(worlds: Worlds, part: int) -> None:
+    names = context_scripts.names()[part::4]
+    for found in run(worlds, PIPED, context_scripts.verdicts, names, timeout=290):
+        assert set(found.values()) <= {"exact", "refused"}, found
 
 
 # ---------------------------------------------------------------- Transformers
@@ -67,8 +111,15 @@ def of_transformers(names: list[str], microbatches: int) -> dict[str, float]:
         (sharing(4), 2, ["grouped"]),
         pytest.param(sharing(4, 4, 1), 1, list(MODELS), marks=pytest.mark.slow),
         pytest.param(sharing(2, 2, 4), 4, list(MODELS), marks=pytest.mark.slow),
+        (PIPED, 2, ["grouped", "gpt2", "bert"]),
+        (piped("zero_bubble_v"), 4, ["gpt2"]),
+        pytest.param(piped("zero_bubble"), 4, list(MODELS), marks=pytest.mark.slow),
+        pytest.param(piped("simple"), 4, list(MODELS), marks=pytest.mark.slow),
     ],
-    ids=["cp2", "cp2-dp2", "cp4", "cp2-four"],
+    ids=[
+        *("cp2", "cp2-dp2", "cp4", "cp2-four"),
+        *("pp2-cp2", "v-cp2", "halves-cp2", "simple-cp2"),
+    ],
 )
 def test_models_as_they_are(
     worlds: Worlds, world: World, microbatches: int, names: list[str]
@@ -82,8 +133,16 @@ def test_models_as_they_are(
     [
         {"sharded_data_parallel_degree": 2, "sdp_param_persistence_threshold": 0},
         {"shard_optimizer_state": True},
+        {
+            "pipeline_parallel_degree": 2,
+            "sharded_data_parallel_degree": 2,
+            "sdp_param_persistence_threshold": 0,
+        },
+        pytest.param(
+            {"pipeline_parallel_degree": 2, "shard_optimizer_state": True}, marks=pytest.mark.slow
+        ),
     ],
-    ids=["shards", "owners"],
+    ids=["shards", "owners", "pp2-shards", "pp2-owners"],
 )
 def test_training_with_dropout_is_that_of_one_process(
     worlds: Worlds, config: dict[str, Any]
@@ -91,8 +150,26 @@ def test_training_with_dropout_is_that_of_one_process(
     if "sharded_data_parallel_degree" in config:
         config = {**config, "sdp_gradient_clipping": float("inf")}
     (want,) = run(worlds, world_of(1, {"ddp": True, "microbatches": 2}), context_cases.trained, 0.2)
-    for found in run(worlds, sharing(2, **config), context_cases.trained, 0.2):
+    num_ranks = 2 * config.get("pipeline_parallel_degree", 1)
+    for found in run(worlds, sharing(num_ranks, **config), context_cases.trained, 0.2):
         assert found == pytest.approx(want, rel=1e-6)
+
+
+def offloaded() -> list[list[float]]:
+    return [context_cases.trained(0.2, reentrant=each, offloads=True) for each in (False, True)]
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_activations_may_be_in_host_memory(worlds: Worlds, degree: int) -> None:
+    (want,) = run(worlds, world_of(1, {"ddp": True, "microbatches": 2}), context_cases.trained, 0.2)
+    config = {"offload_activations": True, "activation_loading_horizon": 1}
+    world = sharing(2 * degree, pipeline_parallel_degree=degree, **config)
+    everyones = run(worlds, world, offloaded)
+    for kinds in zip(*everyones, strict=True):
+        assert sum(each.pop() for each in kinds) > 0
+    for found in everyones:
+        for each in found:
+            assert each == pytest.approx(want, rel=1e-6)
 
 
 # ---------------------------------------------------------------- a step
@@ -235,8 +312,9 @@ def branching() -> list[float]:
         torch.set_default_dtype(torch.float32)
 
 
-def test_steps_may_go_several_ways(worlds: Worlds) -> None:
-    for found in run(worlds, sharing(2), branching):
+@pytest.mark.parametrize("world", [sharing(2), PIPED], ids=["cp2", "pp2-cp2"])
+def test_steps_may_go_several_ways(worlds: Worlds, world: World) -> None:
+    for found in run(worlds, world, branching):
         assert max(found) < 1e-13
 
 
@@ -254,3 +332,38 @@ def test_ranks_that_share_a_sequence(worlds: Worlds) -> None:
         (0, 2, 1, 2, 1),
         (1, 2, 1, 2, 1),
     )
+
+
+def messages_of_pipelines() -> dict[str, str]:
+    """Returns what a script is told in a pipeline that asks for what cannot be."""
+    model = net()
+    tokens, _ = context_cases.tokens_of()
+    found = {}
+
+    def of(
+        name: str, kind: type[Exception], body: Callable[..., Any], tokens: torch.Tensor = tokens
+    ) -> None:
+        step = smp.step(body, sequence_dims={"tokens": 1})
+        found[name] = message_of(kind, lambda: step(model, tokens))
+
+    of("odd", ConfigError, lambda model, tokens: model(tokens), tokens[:, :6])
+    of("batches", SMPError, lambda model, tokens: model(tokens), tokens + smp.cp_rank())
+    of("nothing", UnsupportedError, lambda model, tokens: tokens * 2.0)
+    of("differing", SMPError, lambda model, tokens: model(tokens) * (1 + smp.cp_rank()))
+
+    def penalised(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+        out = model(tokens)
+        (gradient,) = torch.autograd.grad(out.sum(), out, create_graph=True)
+        return gradient.sum()
+
+    of("penalised", UnsupportedError, penalised)
+    return found
+
+
+def test_messages_in_pipelines_say_what_to_do(worlds: Worlds) -> None:
+    told = {name: TOLD[name] for name in ("odd", "batches", "nothing")}
+    told["differing"] = "have recorded different computations"
+    told["penalised"] = "this step computes gradients by itself"
+    for found in run(worlds, PIPED, messages_of_pipelines):
+        for name, part in told.items():
+            assert part in found[name], (name, found[name])

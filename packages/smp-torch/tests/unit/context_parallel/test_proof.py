@@ -9,7 +9,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from smdistributed.modelparallel.torch.context_parallel.calls import taken_apart
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.context_parallel.calls import (
+    shorter_by_turns,
+    taken_apart,
+)
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
 from smdistributed.modelparallel.torch.context_parallel.proof import (
     Given,
@@ -89,3 +93,38 @@ def test_writes(x: torch.Tensor) -> None:
     spec, leaves, given = parts(torch.Tensor.add_, whole, x, layouts=((None, Layout(1)), SEQUENCE))
     given[0] = Given(whole.shape, whole, (None, Layout(1)), False)
     assert Trial(torch.Tensor.add_, spec, leaves, leaves, given, RANKS).proof() is None
+
+
+def test_whole_numbers_of_stand_ins_are_zeros_and_ones() -> None:
+    with FakeTensorMode():
+        tokens = torch.empty(2, LENGTH, dtype=torch.int64)
+    x = torch.rand(2, LENGTH, WIDTH)
+    for rows in (1, 9):
+        table = torch.rand(rows, WIDTH)
+        found = tried(functional.embedding, tokens, table)
+        assert found is not None
+        assert found.results[0].layout == Layout(1)
+
+    def counted(x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return (x * tokens.unsqueeze(-1)).sum(1)
+
+    found = tried(counted, x, tokens, layouts=(SEQUENCE, SEQUENCE))
+    assert found is not None
+    assert found.results[0].kind is Kind.SUM
+    assert tried(lambda tokens: tokens.cumsum(1), tokens) is None
+    assert tried(lambda tokens: tokens.amax(1), tokens) is None
+
+
+def test_multiples_of_the_length_may_be_those_of_a_piece() -> None:
+    x = torch.Size([4 * LENGTH, WIDTH])
+    leaves = (x, slice(LENGTH, 3 * LENGTH, None), LENGTH + 1, -LENGTH, True)
+    every = list(shorter_by_turns(leaves, LENGTH, RANKS))
+    assert every[0] == leaves
+    half = LENGTH // RANKS
+    assert every[1] == (
+        torch.Size([4 * half, WIDTH]),
+        slice(half, 3 * half, None),
+        LENGTH + 1,
+        -LENGTH,
+        True,
+    )

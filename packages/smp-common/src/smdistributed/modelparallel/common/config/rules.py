@@ -42,12 +42,6 @@ PLANNED = (
     "checkpointed_blocks",
 )
 
-#: Why a degree does not go with pieces of sequences.
-_WITHOUT_CONTEXT = {
-    "pipeline_parallel_degree": "a pipeline records steps whose ranks have whole sequences",
-    "tensor_parallel_degree": "slices gather the examples of ranks that have whole sequences",
-}
-
 RULES = (
     *(
         Rule(
@@ -74,23 +68,11 @@ RULES = (
         lambda c: c.context_parallel_degree > 1 and not c.ddp,
         "{context_parallel_degree} above 1 needs {ddp}: set it to true.",
     ),
-    *(
-        Rule(
-            ("context_parallel_degree", name),
-            # The default argument ties each function to its own name.
-            lambda c, name=name: (  # type: ignore[misc]
-                c.context_parallel_degree > 1 and getattr(c, name) > 1
-            ),
-            f"{{context_parallel_degree}} and {{{name}}} are not both above 1 yet, since {why}: "
-            "set one of them to 1.",
-        )
-        for name, why in _WITHOUT_CONTEXT.items()
-    ),
     Rule(
-        ("context_parallel_degree", "offload_activations"),
-        lambda c: c.context_parallel_degree > 1 and c.offload_activations,
-        "{context_parallel_degree} above 1 does not go with {offload_activations} yet, whose "
-        "copies would be taken for calls of the model: set it to false.",
+        ("context_parallel_degree", "tensor_parallel_degree"),
+        lambda c: c.context_parallel_degree > 1 and c.tensor_parallel_degree > 1,
+        "{context_parallel_degree} and {tensor_parallel_degree} are not both above 1 yet, since "
+        "slices gather the examples of ranks that have whole sequences: set one of them to 1.",
     ),
     Rule(
         ("auto_partition", "default_partition"),

@@ -26,6 +26,18 @@ def calling_line() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
+def line_of(error: Exception) -> tuple[str, int] | None:
+    """Returns file and number of the innermost such line that an error has come through."""
+    found = None
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not _is_of_a_library(traceback.tb_frame.f_globals.get("__name__", "")):
+            found = code.co_filename, traceback.tb_lineno
+        traceback = traceback.tb_next
+    return found
+
+
 def script_lines() -> Iterator[tuple[str, int]]:
     """Yields the name of the file and the number of each such line, from the innermost one."""
     frame: Any = sys._getframe()

@@ -118,7 +118,8 @@ def shorter_by_turns(
 ) -> Iterator[tuple[Any, ...]]:
     """Yields arguments, and those with the length of a piece where there is that of the whole.
 
-    Another number may be equal to the length by chance, so each choice of places is tried.
+    Or a multiple of it: sequences lie one after the other. Another number may be one by chance, so
+    each choice of places is tried.
     """
     yield leaves
     places = [(at, inner) for at, leaf in enumerate(leaves) for inner in _lengths_in(leaf, length)]
@@ -126,25 +127,28 @@ def shorter_by_turns(
         for chosen in itertools.islice(itertools.combinations(places, count), _MOST_CHOICES):
             shorter = list(leaves)
             for at, inner in chosen:
-                shorter[at] = _with_piece(shorter[at], inner, length // num_ranks)
+                shorter[at] = _shortened(shorter[at], inner, num_ranks)
             yield tuple(shorter)
 
 
 def _lengths_in(leaf: Any, length: int) -> Iterator[int]:
-    """Yields the places in a leaf at which there is the length."""
-    numbers = (leaf.start, leaf.stop) if isinstance(leaf, slice) else leaf
-    for place, each in enumerate(numbers if isinstance(numbers, tuple) else (numbers,)):
-        if type(each) is int and each == length:
+    """Yields the places in a leaf at which there is the length, or a multiple of it."""
+    for place, each in enumerate(_numbers_of(leaf)):
+        if type(each) is int and each > 0 and each % length == 0:
             yield place
 
 
-def _with_piece(leaf: Any, place: int, length: int) -> Any:
+def _numbers_of(leaf: Any) -> Sequence[Any]:
     if isinstance(leaf, slice):
-        return (
-            slice(length, leaf.stop, leaf.step)
-            if not place
-            else slice(leaf.start, length, leaf.step)
-        )
-    if isinstance(leaf, torch.Size):
-        return torch.Size([length if at == place else each for at, each in enumerate(leaf)])
-    return length
+        return leaf.start, leaf.stop
+    return leaf if isinstance(leaf, tuple) else (leaf,)
+
+
+def _shortened(leaf: Any, place: int, num_ranks: int) -> Any:
+    numbers = [
+        each // num_ranks if at == place else each for at, each in enumerate(_numbers_of(leaf))
+    ]
+    if isinstance(leaf, slice):
+        start, stop = numbers
+        return slice(start, stop, leaf.step)
+    return type(leaf)(numbers) if isinstance(leaf, tuple) else numbers[0]

@@ -8,7 +8,8 @@ or mean, is the whole's.
 Numbers are drawn in double precision, so that what is mixed stands out of rounding: above zero, for
 roots and logarithms; small and of both signs, for what saturates; and with one alone on its side of
 zero, so that an ``any`` or a maximum is told from what every rank has alike. Of whole numbers and
-truths those are drawn that the tensor has, so that indices stay in bounds.
+truths those are drawn that the tensor has, so that indices stay in bounds; of one that has no
+numbers yet, as where a step is recorded, zeros and ones.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_all_modes
 from smdistributed.modelparallel.torch.context_parallel.calls import put_together, results_of
 from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout, cut
 
@@ -340,11 +341,14 @@ def _tensor(given: Given, double: bool, number: int, draws: torch.Generator) -> 
         if number and values.numel():
             values.view(-1)[-1].mul_(-1)
         return values.to(dtype)
-    known = like.reshape(-1)
-    if not known.numel():
-        return like.new_empty(shape)
-    if like.dtype == torch.bool:
-        known = torch.tensor([False, True], device=like.device)
+    if not like.numel():
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+    if isinstance(like, FakeTensor) and not number:  # the index of the only row of a table
+        return torch.zeros(shape, dtype=like.dtype, device=like.device)
+    if like.dtype == torch.bool or isinstance(like, FakeTensor):
+        known = torch.tensor([0, 1], dtype=like.dtype, device=like.device)
+    else:
+        known = like.reshape(-1)
     if number in (0, _TRIALS - 1):
         chosen = torch.randint(known.numel(), (shape.numel(),), generator=draws, device=like.device)
         return known[chosen].view(shape)

@@ -24,6 +24,24 @@ _REMEDY = (
 )
 
 
+def check_used(*, has_pieces: bool) -> None:
+    """Raises if every rank would compute the whole.
+
+    Args:
+        has_pieces: a rank has a piece of something.
+
+    Raises:
+        UnsupportedError: it has not.
+    """
+    if not has_pieces:
+        raise UnsupportedError(
+            "context_parallel_degree splits sequences, and this step computes nothing of which "
+            "a rank could have a piece: every rank would compute the whole. Name the "
+            "arguments with a sequence in smp.step(sequence_dims=...), or set "
+            "context_parallel_degree to 1."
+        )
+
+
 def refused(name: str, why: str | None, pieces: Sequence[str] = ()) -> UnsupportedError:
     """Returns the error for a call in progress.
 

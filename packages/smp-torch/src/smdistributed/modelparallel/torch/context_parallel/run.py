@@ -79,8 +79,8 @@ class _Found(NamedTuple):
     proof: Proof
 
 
-class Ways:
-    """What is known of the calls of one step function.
+class Proofs:
+    """What is known of the calls of one step function, whatever makes them.
 
     Args:
         group: the ranks that share its sequences.
@@ -88,48 +88,61 @@ class Ways:
 
     def __init__(self, group: ContextGroup) -> None:
         self.group = group
-        self.known: list[Way] = []
-        self.proofs: dict[Any, _Found | None] = {}
+        self.found: dict[Any, _Found | None] = {}
         #: Pieces that may outlive the microbatch in which they were made.
         self.pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+class Ways:
+    """What is known of the calls of one body: a step function, or a part of it.
+
+    Args:
+        proofs: of the step function.
+    """
+
+    def __init__(self, proofs: Proofs) -> None:
+        self.proofs = proofs
+        self.known: list[Way] = []
 
     def add(self, way: Way) -> None:
         """Takes a way that is new, and forgets what nobody takes any more."""
         del self.known[:-_MOST_WAYS]
-        if len(self.proofs) > _MOST_PROOFS:
-            self.proofs.clear()
+        if len(self.proofs.found) > _MOST_PROOFS:
+            self.proofs.found.clear()
         self.known.append(way)
 
 
 class PieceRun(RunMode):
-    """Makes the calls of one microbatch for the own piece of its sequences.
+    """Makes the calls of a body in one microbatch, for the own piece of its sequences.
 
     Args:
-        ways: of the step function.
-        arguments: tensors of the step function, with what is known of their sequences.
+        ways: of the body.
+        arguments: tensors that the body is given, with what this rank has of them.
         length: of the sequences.
-        look: runs the microbatch for the whole, and returns its calls.
+        look: runs the body for the whole, and returns its calls.
 
     Attributes:
         group: the ranks that share the sequences.
+        length: of these.
         number: of the next call.
     """
 
     def __init__(
         self,
         ways: Ways,
-        arguments: Sequence[tuple[torch.Tensor, Layout | None]],
+        arguments: Sequence[tuple[torch.Tensor, Held]],
         length: int,
         look: Callable[[], Way],
     ) -> None:
         super().__init__()
         self._ways = ways
-        self.group = ways.group
-        self._length = length
+        self._proofs = ways.proofs
+        self.group = ways.proofs.group
+        self.length = length
         self._look = look
         self._way = ways.known[-1] if ways.known else None
         self._made = Made()
-        self._arguments = [Held(each.shape, layout) for each, layout in arguments]
+        self._arguments = [held for _, held in arguments]
         for number, (each, _) in enumerate(arguments):
             self._made.note(each, ARGUMENTS, number)
         self.number = 0
@@ -153,7 +166,7 @@ class PieceRun(RunMode):
             for place, (each, held) in enumerate(zip(results, proven.results, strict=True)):
                 self._made.note(each, number, place)
                 if held.is_piece:
-                    self._ways.pieces[each] = held
+                    self._proofs.pieces[each] = held
             return result
 
     # ------------------------------------------------------------------ what is known
@@ -179,7 +192,7 @@ class PieceRun(RunMode):
         """Returns the whole of a tensor that the step returns. Collective: CP_GROUP."""
         held = self.held(tensor)
         if not held.is_piece:
-            if tensor in self._ways.pieces:
+            if tensor in self._proofs.pieces:
                 raise self._refused("return", "gives a piece of an earlier microbatch")
             return tensor
         assert held.layout is not None
@@ -199,24 +212,17 @@ class PieceRun(RunMode):
                     "or its mean",
                 )
 
-    def check_used(self) -> None:
-        """Raises if every rank has computed the whole.
-
-        Raises:
-            UnsupportedError: it has.
-        """
+    @property
+    def has_pieces(self) -> bool:
+        """Whether something was computed of which a rank has a piece."""
         way = self._way
-        if way is None or not any(held.is_piece for each in way.proven for held in each.results):
-            raise UnsupportedError(
-                "context_parallel_degree splits sequences, and this step computes nothing of which "
-                "a rank could have a piece: every rank would compute the whole. Name the "
-                "arguments with a sequence in smp.step(sequence_dims=...), or set "
-                "context_parallel_degree to 1."
-            )
+        return way is not None and any(
+            held.is_piece for each in way.proven for held in each.results
+        )
 
     def _proven(self, number: int, call: Call, tensors: Sequence[torch.Tensor]) -> Proven:
         for tensor, makers in zip(tensors, call.makers, strict=True):
-            if not makers and tensor in self._ways.pieces:
+            if not makers and tensor in self._proofs.pieces:
                 raise self._refused(
                     call.function,
                     "reads a piece of a sequence that an earlier microbatch has left: keep no "
@@ -397,8 +403,8 @@ class PieceRun(RunMode):
         others = (
             Layout(dim, outer)
             for dim, size in enumerate(held.whole)
-            if size and size % self._length == 0
-            for outer in divisors(size // self._length)
+            if size and size % self.length == 0
+            for outer in divisors(size // self.length)
         )
         return tuple(dict.fromkeys([*known, None, *others]))
 
@@ -421,7 +427,7 @@ class PieceRun(RunMode):
             *(call.function, call.spec, _as_key(call.leaves), call.shapes),
             *(_as_key(whole.call.leaves), whole.call.shapes, tuple(layouts), same),
         )
-        known = self._ways.proofs
+        known = self._proofs.found
         if _is_hashable(key) and key in known:
             return known[key]
         given = [
@@ -429,7 +435,7 @@ class PieceRun(RunMode):
             for each, tensor, ways in zip(held, tensors, layouts, strict=True)
         ]
         found = self._found_short(call, whole, given)
-        for leaves in shorter_by_turns(call.leaves, self._length, self.group.size):
+        for leaves in shorter_by_turns(call.leaves, self.length, self.group.size):
             if found is None:
                 found = self._found(call, whole.call.leaves, leaves, given)
         if _is_hashable(key):
@@ -446,7 +452,7 @@ class PieceRun(RunMode):
             whole.call.leaves,
             call.leaves,
             given,
-            self._length,
+            self.length,
             self.group.size,
         )
         for short in candidates:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from smdistributed.modelparallel.torch.execute.itinerary import Itinerary
 from smdistributed.modelparallel.torch.execute.late_values import late_value
 from smdistributed.modelparallel.torch.execute.message import Message
 from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.execute.split_programs import SplitPlan, SplitProgram
 from smdistributed.modelparallel.torch.execute.starts import Scale, start_of
 from smdistributed.modelparallel.torch.execute.waiting_layers import putting_off
 from smdistributed.modelparallel.torch.execute.weight_gradients import (
@@ -54,19 +55,22 @@ class Passes:
         device: where it computes.
         together: the backward passes of the ranks that compute modules with this one.
         frees_cuts: hold no memory of what comes in and goes out until the backward pass.
+        splits: how each plan is computed with pieces of sequences; empty: it is not.
     """
 
     def __init__(
         self,
         plans: Sequence[Plan],
-        programs: Sequence[dict[int, Program]],
+        programs: Sequence[Mapping[int, Program | SplitProgram]],
         itinerary: Itinerary,
         device: torch.device,
         together: BackwardPasses | PassesAlone,
         *,
         frees_cuts: bool,
+        splits: Sequence[SplitPlan] = (),
     ) -> None:
         self.plans = plans
+        self.splits = splits
         self.programs = programs
         self.itinerary = itinerary
         self.device = device
@@ -75,8 +79,12 @@ class Passes:
         self.together = together
         self.frees_cuts = frees_cuts
         self.values = [
-            {value.index: value for segment in plan.segments for value in segment.outputs}
-            for plan in plans
+            {
+                value.index: splits[m].travelling(value) if splits else value
+                for segment in plan.segments
+                for value in segment.outputs
+            }
+            for m, plan in enumerate(plans)
         ]
         self.returned = [{value.index for value in plan.graph.returned} for plan in plans]
         self.roots = [[value.index for value in plan.graph.roots] for plan in plans]
@@ -274,10 +282,11 @@ class Computation:
         segment = plan.segments[action.segment]
         cut_outputs: list[tuple[int, torch.Tensor | GradientEdge]] = []
         for value, tensor in zip(segment.outputs, results, strict=True):
-            if tensor.shape != value.shape or tensor.dtype is not value.dtype:
+            shape = self._passes.values[m][value.index].shape
+            if tensor.shape != shape or tensor.dtype is not value.dtype:
                 raise UnsupportedError(
                     f"{value.node.name} gave a tensor {tuple(tensor.shape)} of {tensor.dtype} "
-                    f"where the recording had {value.shape} of {value.dtype}: it depends on data, "
+                    f"where the recording had {shape} of {value.dtype}: it depends on data, "
                     "so it cannot cross to another partition. Put the modules that use it on the "
                     "same partition."
                 )
@@ -290,7 +299,9 @@ class Computation:
                 put_own_hook(tensor.register_hook, run_hooks)
             detached = tensor.detach()
             if value.index in self._passes.returned[m] or value in plan.late.kept:
-                self.results[m][value.index] = detached
+                splits = self._passes.splits
+                whole = splits[m].whole(value, detached) if splits else detached
+                self.results[m][value.index] = whole
             if value in plan.readers:
                 self._activations[m][value.index] = detached
         if segment.index in plan.backward:

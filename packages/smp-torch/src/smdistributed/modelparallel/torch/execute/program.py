@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -54,11 +55,15 @@ from smdistributed.modelparallel.torch.trial.deciding import known_changes
 #: (tensor arguments and constants of the microbatch, its carried objects, the segment's inputs)
 #: -> its outputs
 SegmentFunction = Callable[..., tuple[torch.Tensor, ...]]
+#: (name of a leaf, what was recorded of its results, its results)
+Check = Callable[..., None]
+#: A line that gives a tensor its name.
+_GIVEN = re.compile(r"\s*v(\d+) = ")
 #: Grad mode, autocast, switches of backends, type of new tensors.
 _State = tuple[bool, Autocast, Changes, torch.dtype]
 
 
-def _checked(name: str, values: Sequence[Value], *tensors: torch.Tensor) -> None:
+def check_results(name: str, values: Sequence[Value], *tensors: torch.Tensor) -> None:
     """Makes sure that a leaf gave what the Python around it was told that it gives.
 
     Args:
@@ -70,23 +75,38 @@ def _checked(name: str, values: Sequence[Value], *tensors: torch.Tensor) -> None
         UnsupportedError: a result is of another kind.
     """
     for value, tensor in zip(values, tensors, strict=True):
-        if isinstance(tensor, FakeTensor):
-            raise UnsupportedError(
-                f"{name} kept a stand-in tensor from the recording of the step, probably in a "
-                "cache; clear the cache, or compute its content in __init__."
-            )
-        if (
-            tensor.shape != value.shape
-            or tensor.dtype is not value.dtype
-            or tensor.device.type != value.device.type
-        ):
-            raise UnsupportedError(
-                f"{name} returned a tensor {tuple(tensor.shape)} of {tensor.dtype} on "
-                f"{tensor.device.type} where the recording had {value.shape} of {value.dtype} on "
-                f"{value.device.type}: what it returns depends on data, or on state that has "
-                "changed since. The Python around it has run already: keep what depends on it "
-                "inside one module."
-            )
+        check_result(name, value, tensor, tensor.shape)
+
+
+def check_result(name: str, value: Value, tensor: torch.Tensor, shape: torch.Size) -> None:
+    """Makes sure of one result, of which this may be a piece.
+
+    Args:
+        name: of the leaf.
+        value: what was recorded.
+        tensor: the result.
+        shape: of the whole.
+
+    Raises:
+        UnsupportedError: it is of another kind.
+    """
+    if isinstance(tensor, FakeTensor):
+        raise UnsupportedError(
+            f"{name} kept a stand-in tensor from the recording of the step, probably in a "
+            "cache; clear the cache, or compute its content in __init__."
+        )
+    if (
+        shape != value.shape
+        or tensor.dtype is not value.dtype
+        or tensor.device.type != value.device.type
+    ):
+        raise UnsupportedError(
+            f"{name} returned a tensor {tuple(shape)} of {tensor.dtype} on "
+            f"{tensor.device.type} where the recording had {value.shape} of {value.dtype} on "
+            f"{value.device.type}: what it returns depends on data, or on state that has "
+            "changed since. The Python around it has run already: keep what depends on it "
+            "inside one module."
+        )
 
 
 def _alike(name: str, want: Any, result: Any) -> None:
@@ -106,6 +126,10 @@ def _alike(name: str, want: Any, result: Any) -> None:
             "depends on data, or on state that has changed since. The Python around it has run "
             "already: keep what depends on it inside one module."
         )
+
+
+def _indices(node: Node) -> set[int]:
+    return {value.index for value in node.outputs}
 
 
 class flagged:  # noqa: N801 - reads as a function
@@ -194,9 +218,11 @@ class Program:
         device: where it runs.
         random: of the step.
         compiled: compiles what lies between modules; None: it runs as it is.
+        check: raises if results of a leaf are not what was recorded, given its name and these.
 
     Attributes:
         source: the generated code, for people who debug.
+        file: what tracebacks call it.
         leaves: the modules that it calls.
     """
 
@@ -207,8 +233,10 @@ class Program:
         device: torch.device,
         random: Draws,
         compiled: CompiledRuns | None = None,
+        check: Check = check_results,
     ) -> None:
         self._device = device
+        self._nodes = segment.nodes
         self._compiled = compiled
         self._plan = plan
         leaves = [node.target for node in plan.graph.nodes if node.kind is NodeKind.LEAF]
@@ -216,6 +244,7 @@ class Program:
         self._stateful = plan.graph.stateful
         self._called_again = {leaf for leaf, calls in Counter(leaves).items() if calls > 1}
         self._names: dict[str, Any] = {
+            "__name__": __name__,  # what is said of a line of the script looks past this code
             "torch": torch,
             "drawing": random.drawing,
             "remember": random.remember,
@@ -227,7 +256,7 @@ class Program:
             "default_dtype": default_dtype,
             "flagged": flagged,
             "frozen": frozen,
-            "checked": _checked,
+            "checked": check,
             "alike": _alike,
             "lifted": lifted,
             "hooks_off": hooks_off,
@@ -240,8 +269,16 @@ class Program:
         results = "".join(f"v{value.index}, " for value in segment.outputs)
         lines = [f"def segment_{segment.index}({parameters}):", *lines, f"    return ({results})"]
         self.source = "\n".join(lines)
-        exec(compile(self.source, f"<segment {segment.index}>", "exec"), self._names)
+        self.file = f"<segment {segment.index}>"
+        exec(compile(self.source, self.file, "exec"), self._names)
         self.run: SegmentFunction = self._names[f"segment_{segment.index}"]
+
+    def node_at(self, line: int) -> Node | None:
+        """Returns the node that a line of the source computes, if it gives a tensor."""
+        for text in self.source.splitlines()[line - 1 :]:
+            if (found := _GIVEN.match(text)) is not None:
+                return next((n for n in self._nodes if int(found[1]) in _indices(n)), None)
+        return None
 
     def _lines(self, segment: SegmentNodes) -> list[str]:
         # A cut value belongs to its producer: change a copy.

@@ -19,6 +19,7 @@ import copy
 import enum
 import hashlib
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -132,6 +133,14 @@ class Value:
             return tensor
         return tensor.permute([self.order.index(dim) for dim in range(len(self.order))])
 
+    def piece(self, shape: Sequence[int]) -> Value:
+        """Returns what stands for it where a rank has a piece of it, as it travels."""
+        made = copy.copy(self)
+        made.shape = tuple(shape)
+        made.num_bytes = math.prod(shape) * self.dtype.itemsize
+        made._wire_shape = [shape[dim] for dim in self.order]
+        return made
+
     def like(self, node: Node, source: Path | Value | Tap, *, requires_grad: bool) -> Value:
         """Returns a value of another node, whose tensor looks like this one's; adds it there."""
         made = copy.copy(self)
@@ -204,6 +213,7 @@ class Node:
         late: it is a gradient, or is computed from one.
         beside: it takes part in differentiating that node, and runs where that does; LEAF: it is
             the same call once more, which leaves nothing behind.
+        where: whose code has called it, for messages; "" where no script has.
         made: grows with each node that this process makes, of whichever graph.
     """
 
@@ -251,6 +261,7 @@ class Node:
     segment: int = -1
     late: bool = False
     beside: Node | None = None
+    where: str = ""
     made: int = field(default_factory=itertools.count().__next__)
 
     @property

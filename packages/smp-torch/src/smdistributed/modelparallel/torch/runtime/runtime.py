@@ -55,6 +55,7 @@ from smdistributed.modelparallel.torch.building.manual_partition import ManualPa
 from smdistributed.modelparallel.torch.collectives.host_numbers import host_numbers
 from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.collectives.process_group import ProcessGroupCollectives
+from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.collectives.symmetric_memory import MakeMemory
 from smdistributed.modelparallel.torch.compat.private.distributed import default_store
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
@@ -542,8 +543,10 @@ def _context_group(
         }
     members = topology.members(CommGroup.CP_GROUP, rank)
     return ContextGroup(
-        ProcessGroupCollectives(
-            groups[members], lambda: peers.blaming(members, "sharing a sequence with")
+        ShapesOfFakes(
+            ProcessGroupCollectives(
+                groups[members], lambda: peers.blaming(members, "sharing a sequence with")
+            )
         )
     )
 

@@ -1,9 +1,10 @@
-"""One order of actions for the ranks of a tensor-parallel group.
+"""One order of actions for ranks that exchange within modules.
 
-They exchange within their modules, so each must run the same actions in the same order. Their
-microbatches may differ in size, and a schedule follows from what they cost, so the schedule of the
-first rank counts. What they compute must have one structure: Python that decides by data may go
-other ways on other ranks, which is an error here and not a deadlock later.
+Those of a tensor-parallel group, and those that share sequences: each must run the same actions in
+the same order. Microbatches of the former may differ in size, and a schedule follows from what they
+cost, which may have been measured, so the schedule of the first rank counts. What they compute must
+have one structure: Python that decides by data may go other ways on other ranks, which is an error
+here and not a deadlock later.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.planning.schedule import Schedule
+from smdistributed.modelparallel.torch.collectives.interface import Collectives
 from smdistributed.modelparallel.torch.planning.changed_buffers import buffers_in_turn
 from smdistributed.modelparallel.torch.planning.common_schedule import common_schedule, one_by_one
 from smdistributed.modelparallel.torch.planning.other_settings import Setting
@@ -35,7 +37,7 @@ _MOST_KEPT = 64
 
 
 class CommonOrder:
-    """The schedules of mini-batches, the same on all ranks of a tensor-parallel group.
+    """The schedules of mini-batches, the same on all ranks that exchange within modules.
 
     Args:
         runtime: the state of the library in this process.
@@ -49,11 +51,37 @@ class CommonOrder:
     def of(self, plans: Plans) -> tuple[int, Schedule | None]:
         """Returns the number of the schedule to run, and with several ranks that schedule.
 
-        Collective: TP_GROUP.
+        Collective: TP_GROUP, CP_GROUP.
 
         Raises:
-            SMPError: the ranks of the group have recorded different structures.
+            SMPError: the ranks of a group have recorded different structures.
         """
+        number, schedule = self._of_slices(plans)
+        context = self._runtime.context_group
+        if context is None:
+            return number, schedule
+        return self._of_sequences(plans, context.collectives, schedule)
+
+    def _of_sequences(
+        self, plans: Plans, collectives: Collectives, schedule: Schedule | None
+    ) -> tuple[int, Schedule]:
+        """Returns the schedule of the first of the ranks that share sequences."""
+        own = schedule or self._made(plans)[1]
+        digests = [zlib.crc32("\n".join(each.graph.lines()).encode()) for each in plans]
+        number = zlib.crc32(own.digest().encode())
+        everyones = collectives.compare([zlib.crc32(repr(digests).encode()), number])
+        if any(each[0] != everyones[0][0] for each in everyones):
+            raise SMPError(
+                "the ranks that share sequences (CP_GROUP) have recorded different computations: "
+                "Python that decides by data, or draws, must decide alike on them, and every rank "
+                "must run the same code with the same settings."
+            )
+        if any(each[1] != number for each in everyones):
+            own = self._runtime.communicator.from_first(own, CommGroup.CP_GROUP)
+        return everyones[0][1], own
+
+    def _of_slices(self, plans: Plans) -> tuple[int, Schedule | None]:
+        """Returns the schedule of the first of a tensor-parallel group, if it has several ranks."""
         group = self._runtime.tensor_group
         if group.size == 1:
             return 0, None

@@ -23,6 +23,7 @@ from smdistributed.modelparallel.common.runtime import RuntimeSlot
 from smdistributed.modelparallel.common.search.profile import ModelProfile
 from smdistributed.modelparallel.torch.activations.offloading import ActivationMemory
 from smdistributed.modelparallel.torch.compat.private.compiled import as_written
+from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.taped_runs import TapedRuns
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
@@ -32,6 +33,7 @@ from smdistributed.modelparallel.torch.stepping.pipelined import PipelinedStep
 from smdistributed.modelparallel.torch.stepping.planned import PlannedStep
 from smdistributed.modelparallel.torch.stepping.replaying import replays_of
 from smdistributed.modelparallel.torch.stepping.sequences import check_dims
+from smdistributed.modelparallel.torch.stepping.split_segments import SplitSegments
 from smdistributed.modelparallel.torch.stepping.split_sequences import SplitSequences
 
 NOT_COMPILED = (
@@ -117,17 +119,8 @@ class StepFunction:
         if runtime.planning is not None:
             return self._planned(runtime, runtime.planning.device)
         given = runtime, self._function, self._rules, self._detach_outputs
-        if runtime.context_group is not None:
-            if not self._detach_outputs:
-                raise UnsupportedError(
-                    f"step function {self.name} has detach_outputs=False, and with "
-                    "context_parallel_degree gradients end with the step: call model.backward in "
-                    "it, and leave detach_outputs out."
-                )
-            sequences = SplitSequences(
-                runtime, runtime.context_group, self._function, self._rules, self._sequence_dims
-            )
-            return EagerStep(*given, lambda _: None, sequences)
+        if (group := runtime.context_group) is not None:
+            return self._with_sequences(runtime, group)
         compiled = None if self._compiling is None else CompiledRuns(self._compiling)
         runs = TapedRuns(
             compiled,
@@ -140,6 +133,22 @@ class StepFunction:
         if runtime.topology.pp_size == 1:
             return EagerStep(*given, functools.partial(body_captures_of, *asked))
         return PipelinedStep(*given, self._static, replays_of(*asked), compiled)
+
+    def _with_sequences(
+        self, runtime: TorchRuntime, group: ContextGroup
+    ) -> EagerStep | PipelinedStep:
+        given = runtime, self._function, self._rules, self._detach_outputs
+        if not self._detach_outputs:
+            raise UnsupportedError(
+                f"step function {self.name} has detach_outputs=False, and with "
+                "context_parallel_degree gradients end with the step: call model.backward in "
+                "it, and leave detach_outputs out."
+            )
+        if runtime.topology.pp_size > 1:
+            segments = SplitSegments(runtime, group, self._rules, self._sequence_dims)
+            return PipelinedStep(*given, self._static, None, None, segments)
+        sequences = SplitSequences(runtime, group, self._function, self._rules, self._sequence_dims)
+        return EagerStep(*given, lambda _: None, sequences)
 
     def _planned(self, runtime: TorchRuntime, device: str = "") -> PlannedStep:
         return PlannedStep(runtime, self._function, self._rules, self._cuda_graphs, device)

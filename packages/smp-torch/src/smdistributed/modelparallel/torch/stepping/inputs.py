@@ -85,6 +85,7 @@ class StepInputs:
         kwargs: dict[str, Any],
         seed: int,
         recall: Callable[[MiniBatch], Recalled | None],
+        agree_seed: Callable[[int, Call], int] | None = None,
     ) -> MiniBatch:
         """Agrees with the other ranks of the pipeline on what is called. Collective: PP_GROUP.
 
@@ -92,6 +93,8 @@ class StepInputs:
             args, kwargs: what this rank was called with.
             seed: of the random numbers of the step; that of rank 0 of the pipeline counts.
             recall: tells whether the call is known; asked on rank 0 of the pipeline.
+            agree_seed: has that agree with its like in other pipelines on the seed; None: it is
+                its own.
 
         Raises:
             SMPError: this rank was called in another way.
@@ -106,10 +109,11 @@ class StepInputs:
                 # Tensors go by their positions, and those are the signature's.
                 given, moved = self._mover.move(args, kwargs)
                 call = in_order(signature, *given)
+                agreed = seed if agree_seed is None else agree_seed(seed, call)
                 mine = self._kind(*call)
                 calls, weights = self.split(call)
-                batch = MiniBatch(Header(mine, seed), call, calls, weights, moved)
-                header = Header(mine, seed, recall(batch))
+                batch = MiniBatch(Header(mine, agreed), call, calls, weights, moved)
+                header = Header(mine, agreed, recall(batch))
                 made.append(replace(batch, header=header))
                 return header
 

@@ -292,7 +292,9 @@ class Lockstep:
     def _step_ahead(self) -> StepAhead:
         """Returns what is computed ahead of a step, for questions about activations."""
         models = models_of(self._runtime)
-        is_possible = all(model.data_parallel.shards is None for model in models)
+        is_possible = self._runtime.context_group is None and all(
+            model.data_parallel.shards is None for model in models
+        )
         return StepAhead(self._runtime, self._question_plans, is_possible=is_possible)
 
     def _looking_ahead(self, recorder: Recorder) -> LookingAhead:

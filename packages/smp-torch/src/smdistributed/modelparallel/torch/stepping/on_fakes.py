@@ -29,13 +29,21 @@ class StepOnFakes:
     @contextlib.contextmanager
     def _running(self, recorder: Recorder) -> Iterator[None]:
         """Marks the runtime as being inside this step while the body runs."""
-        self.runtime.current_step = self
         self._recorder = recorder
+        try:
+            with self._trying():
+                yield
+        finally:
+            self._recorder = None
+
+    @contextlib.contextmanager
+    def _trying(self) -> Iterator[None]:
+        """The same while the body, or a part of it, is tried."""
+        self.runtime.current_step = self
         try:
             yield
         finally:
             self.runtime.current_step = None
-            self._recorder = None
 
     def backward(
         self, model: DistributedModel, tensors: Any, grad_tensors: Any, *, retain_graph: bool

@@ -37,6 +37,7 @@ from smdistributed.modelparallel.torch.execute.compiled_runs import CompiledRuns
 from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.passes import Computation, Inputs
 from smdistributed.modelparallel.torch.execute.replay import Replay
+from smdistributed.modelparallel.torch.execute.split_programs import SplitPlan
 from smdistributed.modelparallel.torch.execute.starts import Scale
 from smdistributed.modelparallel.torch.gradients.shards import running
 from smdistributed.modelparallel.torch.model.distributed import (
@@ -65,6 +66,7 @@ from smdistributed.modelparallel.torch.stepping.preparing import Preparation, Pr
 from smdistributed.modelparallel.torch.stepping.replaying import Replays
 from smdistributed.modelparallel.torch.stepping.results import combine
 from smdistributed.modelparallel.torch.stepping.sharing import share_results
+from smdistributed.modelparallel.torch.stepping.split_segments import SplitSegments
 from smdistributed.modelparallel.torch.stepping.static import StaticPasses
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
@@ -80,6 +82,7 @@ class PipelinedStep(StepOnFakes):
         static: the caller promises that the Python of the function is always the same.
         replays: its mini-batches that run as captured, if passes are captured as CUDA graphs.
         compiled: compiles what lies between modules; None: it runs as it is.
+        sequences: finds out how sequences are computed that several ranks share, if they do.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class PipelinedStep(StepOnFakes):
         static: bool,
         replays: Replays | None,
         compiled: CompiledRuns | None,
+        sequences: SplitSegments | None = None,
     ) -> None:
         if not detach_outputs:
             raise UnsupportedError(
@@ -100,6 +104,7 @@ class PipelinedStep(StepOnFakes):
         super().__init__(runtime)
         self._function = function
         self._inputs = StepInputs(runtime, rules)
+        self._sequences = sequences
         compiles_runs = compiled is not None
         lockstep = Lockstep(runtime, function, self._running, compiles_runs=compiles_runs)
         name = getattr(function, "__name__", str(function))
@@ -135,8 +140,11 @@ class PipelinedStep(StepOnFakes):
                 kwargs,
                 self.runtime.tensor_group.begin_step(seed.number),
                 self._passes.recall,
+                None if self._sequences is None else self._sequences.agree,
             )
             self._follow_models(batch)
+            if self._sequences is not None:
+                self._sequences.check(batch)
             if self._replays is not None:
                 self._replays.start(batch)
             # Before questions about activations, which replicas need not ask alike.
@@ -147,7 +155,11 @@ class PipelinedStep(StepOnFakes):
         finally:
             self.runtime.random.end()
         self._inputs.check_written(batch, [each.graph.written for each in passed])
-        prepared = self._preparation.of(tuple(each.plan for each in passed))
+        splits: tuple[SplitPlan, ...] = ()
+        if self._sequences is not None:
+            with self._trying():
+                splits = self._sequences.of(passed, batch)
+        prepared = self._preparation.of(tuple(each.plan for each in passed), splits)
         self._tell_of_passes(prepared)
         constants = [each.constants_read() for each in passed]
         scales = _scales(self._differentiated_by(passed), batch.weights)
@@ -255,12 +267,9 @@ class PipelinedStep(StepOnFakes):
         ]
         if fakes:
             runtime = self.runtime
-            runtime.current_step = self
-            try:
+            with self._trying():
                 calls = self._inputs.calls(args, kwargs)
                 give_shapes(fakes, self._function, calls, runtime.fake_mode, runtime.device)
-            finally:
-                runtime.current_step = None
 
     def _follow_models(self, batch: MiniBatch) -> None:
         """Lets go of models that are gone, by the word of rank 0 of the pipeline."""
@@ -274,6 +283,8 @@ class PipelinedStep(StepOnFakes):
         """Forgets what is known of steps, and the models with it."""
         self._passes.let_go()
         self._preparation.let_go()
+        if self._sequences is not None:
+            self._sequences.let_go()
         if self._replays is not None:
             self._replays.let_go()
 
@@ -369,7 +380,7 @@ class PipelinedStep(StepOnFakes):
         def see(name: str, group: dist.ProcessGroup) -> None:
             reach.check(f"torch.distributed.{name}", dist.get_process_group_ranks(group))
 
-        others = runtime.topology.members(CommGroup.DP_GROUP, runtime.rank)
+        others = runtime.topology.members(CommGroup.DP_CP_GROUP, runtime.rank)
         where = f"in a module, or a hook, that the ranks of partition {partition} run alone"
         with reach.only(others, where), collectives_seen(see):
             yield

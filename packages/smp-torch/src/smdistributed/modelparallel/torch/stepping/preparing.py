@@ -13,6 +13,7 @@ from smdistributed.modelparallel.torch.execute.executor import Executor
 from smdistributed.modelparallel.torch.execute.itinerary import prepare
 from smdistributed.modelparallel.torch.execute.passes import Passes
 from smdistributed.modelparallel.torch.execute.program import Program
+from smdistributed.modelparallel.torch.execute.split_programs import SplitPlan
 from smdistributed.modelparallel.torch.planning.final_gradients import final_gradients
 from smdistributed.modelparallel.torch.planning.segments import Plan
 from smdistributed.modelparallel.torch.record.ir import any_draws
@@ -20,6 +21,8 @@ from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.stepping.common_order import CommonOrder, schedule_of
 from smdistributed.modelparallel.torch.tensor_parallel.backward_passes import PassesAlone
 
+#: Plans, how each is computed with pieces, the number of a schedule.
+_Key = tuple[tuple[Plan, ...], tuple[SplitPlan, ...], int]
 #: Prepared mini-batches kept; each is a combination of plans, one a microbatch.
 _MOST_PREPARED = 32
 
@@ -64,22 +67,27 @@ class Preparation:
         self._compiled = compiled
         self._pp_rank = runtime.coordinates.pp_rank
         self._order = CommonOrder(runtime)
-        self._known: OrderedDict[tuple[tuple[Plan, ...], int], Prepared] = OrderedDict()
+        self._known: OrderedDict[_Key, Prepared] = OrderedDict()
         self._programs: dict[Plan, dict[int, Program]] = {}
 
-    def of(self, plans: tuple[Plan, ...]) -> Prepared:
+    def of(self, plans: tuple[Plan, ...], splits: tuple[SplitPlan, ...] = ()) -> Prepared:
         """Returns what runs a combination of plans. The ranks of a pipeline find the same.
 
-        Collective: TP_GROUP; in the first call, on GPUs, WORLD, which makes the communicators.
+        Collective: TP_GROUP and CP_GROUP; in the first call, on GPUs, WORLD, which makes the
+        communicators.
+
+        Args:
+            plans: one a microbatch.
+            splits: how each is computed with pieces of sequences; empty: it is not.
         """
         number, schedule = self._order.of(plans)
-        key = plans, number
+        key = plans, splits, number
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
             return known
         schedule = schedule or schedule_of(self._runtime, plans)
-        self._known[key] = prepared = self._prepare(plans, schedule)
+        self._known[key] = prepared = self._prepare(plans, splits, schedule)
         if len(self._known) > _MOST_PREPARED:
             self._known.popitem(last=False)
             alive = {plan for each in self._known.values() for plan in each.plans}
@@ -98,18 +106,21 @@ class Preparation:
         self.again()
         self._programs.clear()
 
-    def _prepare(self, plans: tuple[Plan, ...], schedule: Schedule) -> Prepared:
+    def _prepare(
+        self, plans: tuple[Plan, ...], splits: tuple[SplitPlan, ...], schedule: Schedule
+    ) -> Prepared:
         runtime = self._runtime
         pp_size = runtime.topology.pp_size
         itinerary = prepare(plans, schedule, self._pp_rank)
         runtime.links.connect(_usual_directions(pp_size), itinerary.rooms)
         passes = Passes(
             plans,
-            [self._programs_of(plan) for plan in plans],
+            [each.programs for each in splits] or [self._programs_of(plan) for plan in plans],
             itinerary,
             runtime.device,
             runtime.tensor_group.passes or PassesAlone(),
             frees_cuts=runtime.config.offload_activations,
+            splits=splits,
         )
         every = {index for plan in plans for index in range(len(plan.segments))}
         return Prepared(

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smdistributed.modelparallel.common.errors import ConfigError
+from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, bind_arguments
+from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout
 from smdistributed.modelparallel.torch.tensors.nested import take_apart
 
@@ -173,7 +174,29 @@ def _tensors(value: Any, label: str, names: tuple[str, ...]) -> Iterator[Argumen
         yield from _tensors(item, f"{label}[{key!r}]", inner)
 
 
-def digest_of(arguments: Sequence[Argument]) -> int:
+def agreed_seed(group: ContextGroup, seed: int, arguments: Sequence[Argument]) -> int:
+    """Returns the seed of a step, the same on all ranks of a group. Collective: CP_GROUP.
+
+    Args:
+        group: the ranks that share sequences.
+        seed: of this rank.
+        arguments: of the step function.
+
+    Raises:
+        SMPError: they were called with different batches.
+    """
+    every = group.collectives.compare([seed, _digest_of(arguments)])
+    if len({digest for _, digest in every}) > 1:
+        raise SMPError(
+            "the ranks that share sequences (CP_GROUP) must call a step function with the same "
+            f"batch; received different ones on the {group.size} of them: choose batches "
+            "by smp.dp_rank() and smp.dp_size(), which leave these ranks out, and shuffle with "
+            "one seed."
+        )
+    return every[0][0]
+
+
+def _digest_of(arguments: Sequence[Argument]) -> int:
     """Returns a number by which ranks know that they were called with the same."""
     digest = hashlib.blake2b(digest_size=7)
     for label, _, tensor in arguments:

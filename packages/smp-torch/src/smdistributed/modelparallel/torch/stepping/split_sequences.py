@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules
-from smdistributed.modelparallel.torch.compat.between import standing_between
 from smdistributed.modelparallel.torch.compat.private.backward import is_without_graph
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
-from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.compat.transformers_masks import masks_of_whole_sequences
-from smdistributed.modelparallel.torch.context_parallel.checkpoints import repeated_for_pieces
+from smdistributed.modelparallel.torch.context_parallel.computing import computing
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
-from smdistributed.modelparallel.torch.context_parallel.run import PieceRun, Ways
-from smdistributed.modelparallel.torch.context_parallel.way import Way, WholeRun
+from smdistributed.modelparallel.torch.context_parallel.looking import leaving_nothing, seeing
+from smdistributed.modelparallel.torch.context_parallel.refusals import check_used
+from smdistributed.modelparallel.torch.context_parallel.run import PieceRun, Proofs, Ways
+from smdistributed.modelparallel.torch.context_parallel.way import Held, Way, WholeRun
 from smdistributed.modelparallel.torch.execute.bodies import Call
 from smdistributed.modelparallel.torch.model.distributed import models_of
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
-from smdistributed.modelparallel.torch.state.python_random import python_random_kept
-from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 from smdistributed.modelparallel.torch.stepping.sequences import (
     SequenceDims,
+    agreed_seed,
     arguments_of,
-    digest_of,
 )
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors
 
@@ -59,7 +56,7 @@ class SplitSequences:
         self._function = function
         self._rules = rules
         self._dims = SequenceDims(rules, dims, group.size)
-        self._ways = Ways(group)
+        self._ways = Ways(Proofs(group))
         self._run: PieceRun | None = None
         self.is_looking = False
 
@@ -69,34 +66,20 @@ class SplitSequences:
         Raises:
             SMPError: they were called with different batches.
         """
-        found = arguments_of(self._rules, args, kwargs)
-        every = self._group.collectives.compare([seed, digest_of(found)])
-        if len({digest for _, digest in every}) > 1:
-            raise SMPError(
-                "the ranks that share sequences (CP_GROUP) must call a step function with the same "
-                f"batch; received different ones on the {self._group.size} of them: choose batches "
-                "by smp.dp_rank() and smp.dp_size(), which leave these ranks out, and shuffle with "
-                "one seed."
-            )
-        return every[0][0]
+        return agreed_seed(self._group, seed, arguments_of(self._rules, args, kwargs))
 
     def run(self, call: Call, body: Callable[[Call], Any]) -> Any:
         """Returns what the body gives for a microbatch, whole."""
         args, kwargs = call
         arguments, length = self._dims.of(args, kwargs)
-        run = PieceRun(self._ways, arguments, length, lambda: self._look(call))
+        given = [(tensor, Held(tensor.shape, layout)) for tensor, layout in arguments]
+        run = PieceRun(self._ways, given, length, lambda: self._look(call))
         self._run = run
         try:
-            with (
-                torch.compiler.set_stance("force_eager"),  # compiled code shows no calls
-                masks_of_whole_sequences(length // self._group.size, length),
-                standing_between(run),
-                repeated_for_pieces(run),
-                run,
-            ):
+            with computing(run):
                 result = body(call)
             with run.aside():
-                run.check_used()
+                check_used(has_pieces=run.has_pieces)
                 return map_tensors(result, run.whole)
         finally:
             self._run = None
@@ -131,16 +114,12 @@ class SplitSequences:
 
         args, kwargs = map_tensors(call, copied)
         run = WholeRun(list(copies.values()), fake_mode)
-        before = Snapshot([each for model in models for each in model.modules()], [self._function])
+        modules = [each for model in models for each in model.modules()]
         self.is_looking = True
         try:
             with (
-                _buffers_kept(models),
-                python_random_kept(),
-                self._runtime.random.apart(),
-                torch.no_grad(),
-                standing_between(run),
-                run,
+                leaving_nothing(modules, [self._function], self._runtime.random.apart),
+                seeing(run),
             ):
                 self._function(*args, **kwargs)
         except RuntimeError as error:
@@ -152,20 +131,4 @@ class SplitSequences:
             ) from error
         finally:
             self.is_looking = False
-            before.note_changes()
-            before.put_all_back()
         return run.way
-
-
-@contextlib.contextmanager
-def _buffers_kept(models: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Puts the numbers of buffers back that are written to inside."""
-    buffers = [each for model in models for each in model.buffers()]
-    before = [(version_of(each), each.detach().clone()) for each in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, (version, values) in zip(buffers, before, strict=True):
-                if version_of(buffer) != version:
-                    buffer.copy_(values)

@@ -187,6 +187,7 @@ class Values:
             kind,
             torch.Tensor.detach if entry.kind is EntryKind.NUMBER else entry.target,
             entry.name,
+            where=entry.where,
             args=args,
             kwargs=kwargs,
             lent=lent,
