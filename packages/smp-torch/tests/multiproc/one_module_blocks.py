@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 
 WIDTH, HEADS, INNER, VOCAB = 16, 4, 24, 20
 STEPS, MICROBATCHES = 2, 2
@@ -339,6 +339,34 @@ def checkpointed(member: Member) -> None:
     want = trained(make, 2, is_split=True)
     got = trained(make, 2, is_split=True, prepare=prepare)
     assert not difference(got, want)
+
+
+@in_double_precision()
+def hooked(member: Member) -> None:
+    """Hooks on modules in a block see whole activations, once for each call, or are refused."""
+    seen: list[torch.Tensor] = []
+    x = torch.randn(2, 5, WIDTH)
+    member = (*member[:4], "none", *member[5:])
+    for is_early in (True, False):
+        torch.manual_seed(5)
+        whole = Model(member).blocks[0]
+        with smp.tensor_parallelism(auto=True, sample_inputs=(x,)):
+            module = nn.Sequential(Model(member).blocks[0], nn.Linear(WIDTH, WIDTH))
+        block = module[0]
+        whole.load_state_dict(block.state_dict())
+        for each in (block, whole) if is_early else (whole,):
+            each.second.register_forward_hook(lambda module, given, made: seen.append(made))
+        smp.DistributedModel(module)
+        assert ("_smp_found" in vars(block)) is not is_early
+        if is_early:
+            seen.clear()  # the model was tried
+            torch.testing.assert_close(block(x), whole(x))
+            torch.testing.assert_close(*seen)
+        else:
+            torch.testing.assert_close(block(x), whole(x))
+            block.second.register_forward_hook(lambda module, given, made: seen.append(made))
+            with pytest.raises(UnsupportedError, match=r"second has others.*Exclude the first"):
+                block(x)
 
 
 class Dropping(nn.Module):

@@ -66,11 +66,11 @@ def test_sampled_blocks_are_never_wrong(worlds: Worlds) -> None:
     quick(
         [
             *itertools.product(("checkpointed", "captured", "compiled"), range(3)),
-            ("dropped_outside_of_steps", 0),
+            *(("dropped_outside_of_steps", 0), ("hooked", 0)),
         ],
         [
             *(("checkpointed", 2), ("captured", 0), ("compiled", 1)),
-            ("dropped_outside_of_steps", 0),
+            *(("dropped_outside_of_steps", 0), ("hooked", 0)),
         ],
     ),
 )

@@ -65,7 +65,11 @@ class _Roles:
         if not self.gone_on_with:
             yield (), False
         elif not goes_on:
-            raise RefutedError(f"{self.gone_on_with[0]} makes a sum that it goes on with")
+            raise RefutedError(
+                f"it goes on with the sum that {self.gone_on_with[0]} makes, and is the model, or "
+                "mostly tables and kernels, or has hooks or results of modules in it that others "
+                "look at, or was not seen to call all of its linear maps"
+            )
         if goes_on:
             if len(self.gone_on_with) < len(summing):
                 yield self.gone_on_with, True
@@ -103,6 +107,8 @@ def plans_of(
     for name in roles.rows:
         widths.add(sizes_of(template.linears[name])[0])
         _check_divides(size, "in_features", sizes_of(template.linears[name])[0], name)
+    # A call with a part that this one leaves out, as cross attention, may go on with other sums.
+    goes_on &= origins.read_by.keys() == {*template.linears, *template.attentions}
     for fused in _fusions(origins, roles.columns, size):
         more = {length for lengths in fused.values() for length in lengths}
         for divided in _divisions(template, widths | more, size):

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import compile_li
 from smdistributed.modelparallel.torch.state.alike import are_alike
 from smdistributed.modelparallel.torch.state.seen import (
     HOOKS,
+    HOOKS_OF_CALLS,
     MISSING,
     SeenState,
     value_of,
@@ -143,6 +144,12 @@ class Found:
             value = value_of(inner, attribute)
             is_map_of = owner in (*self.plan.columns, *self.plan.rows, *self.plan.attentions)
             is_new_map = isinstance(value, nn.Module) and number_of_maps(value) > 0
+            if attribute in HOOKS_OF_CALLS and owner and self.plan.goes_on:
+                raise UnsupportedError(
+                    f"{who} is split as one, and computes the calls of all ranks, of which a hook "
+                    f"on a module in it would see parts; {owner} has others than before now. "
+                    "Exclude the first: smp.set_tensor_parallelism(module, enabled=False)."
+                )
             if attribute in HOOKS:
                 for each in (name for name in vars(own) if "hook" in name):
                     vars(own)[each] = copy.copy(vars(inner)[each])

@@ -48,6 +48,11 @@ class Plan:
     sums: tuple[str, ...] = ()
     is_mean: bool = False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether more is computed with its sums than to return them."""
+        return self.is_mean or bool(self.sums)
+
     def leaves(self, name: str) -> Leaves:
         """Returns what a row or an attention gives."""
         if name in self.sums:

@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.compat.transformers_records import recorded_in
+from smdistributed.modelparallel.torch.state.seen import HOOKS_OF_CALLS, hooks_of_others
 from smdistributed.modelparallel.torch.tensor_parallel.auto.attempts import (
     OtherKindError,
     plans_of,
@@ -118,7 +120,8 @@ def plan_groups(
         kept_whole |= _kept_whole(model, trial)
     ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
     calls = {} if trial is None else trial.calls
-    search = _Search(group, value_of, candidates, calls, _shared_modules(model))
+    recorded = set(recorded_in(model))
+    search = _Search(group, value_of, candidates, calls, _shared_modules(model), recorded)
     # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
     for closes in (True, False):
         for module in ordered:
@@ -208,12 +211,14 @@ class _Search:
         names: Mapping[nn.Module, str],
         calls: Mapping[nn.Module, Call],
         shared: Container[nn.Module] = (),
+        recorded: Container[nn.Module] = (),
     ) -> None:
         self._group = group
         self._value_of = value_of
         self._names = names
         self._calls = calls
         self._shared = shared
+        self._recorded = recorded
         self._refused: dict[object, RefutedError] = {}
         self._told: dict[str, RefutedError] = {}
         self.plan = AutoPlan()
@@ -290,7 +295,10 @@ class _Search:
         for call in self._calls_of(module):
             try:
                 proven = self._proven(
-                    template, call, closes=closes, is_model=self._names[module] == ""
+                    *(template, call),
+                    closes=closes,
+                    is_model=self._names[module] == "",
+                    is_watched=self._is_watched(module),
                 )
             except RefutedError as error:
                 reason = reason or error
@@ -303,6 +311,15 @@ class _Search:
             raise reason or RefutedError("nothing is known of how it is called")
         return found
 
+    def _is_watched(self, module: nn.Module) -> bool:
+        """Whether others look at what modules in a module give, or change that."""
+        return any(
+            each in self._recorded
+            or any(map(hooks_of_others, (vars(each).get(name, {}) for name in HOOKS_OF_CALLS)))
+            for each in module.modules()
+            if each is not module
+        )
+
     def _calls_of(self, module: nn.Module) -> Iterable[Call]:
         if module in self._calls:
             return [self._calls[module]]
@@ -312,9 +329,11 @@ class _Search:
             return [Call((given, {"need_weights": each})) for each in (False, True)]
         return guesses(module, next(filter(None, map(_width_of, module.modules()))))
 
-    def _proven(self, template: Template, call: Call, *, closes: bool, is_model: bool) -> Found:
+    def _proven(
+        self, template: Template, call: Call, *, closes: bool, is_model: bool, is_watched: bool
+    ) -> Found:
         reason = ""
-        goes_on = not (is_model or _is_mostly_whole(template))
+        goes_on = not (is_model or _is_mostly_whole(template) or is_watched)
         for plan in plans_of(template, call, self._group.size, closes=closes, goes_on=goes_on):
             try:
                 # As in training; calls without gradients are proven when they come.
