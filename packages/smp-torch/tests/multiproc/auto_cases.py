@@ -215,7 +215,7 @@ def trained() -> None:
     expected = [] if smp.tp_size() == 1 else [each for each in BLOCKS if each not in absent]
     expected += ["last.self_attn"] if prescaled else []
     assert groups_in(module) == expected
-    assert type(module.head).__name__ == "DistributedLinear"
+    assert type(module.head).__name__ == "WideningLinear"
     batch = tensor_cases.data()
     expected = tensor_cases.run_reference(reference, own_loss, batch, even=prescaled)
     own = tensor_cases.feeders()[1]

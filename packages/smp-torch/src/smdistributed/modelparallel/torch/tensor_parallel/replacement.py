@@ -323,6 +323,8 @@ class _Replacing:
         self, module: nn.Module, name: str, mark: Mark, registration: Registration
     ) -> DistributedModule | None:
         kind = registration.dist_module
+        if registration.in_auto is not None and mark.config.get("auto"):
+            kind = registration.in_auto(module, self._group.size)
         if registration.needed is not None:
             mark.used.add(registration.needed)
             if not mark.config.get(registration.needed):
