@@ -25,7 +25,8 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Call
-from smdistributed.modelparallel.torch.tensor_parallel.auto import planning, proof
+from smdistributed.modelparallel.torch.tensor_parallel import replacement
+from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import ClosedGroup
 
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 48, 7
@@ -740,7 +741,7 @@ class Uneven(nn.Module):
 def told() -> None:
     """The log has the reason of the attempt that looked for what the module is."""
     lines: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger(planning.__name__)
+    handler, logger = logging.Handler(), logging.getLogger(replacement.__package__)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level
     logger.addHandler(handler)
@@ -752,6 +753,8 @@ def told() -> None:
         logger.removeHandler(handler)
     (line,) = [each for each in lines if "is no group" in each]
     assert re.search(r"\(2\) must divide out_features \(41\) of up", line), line
+    (line,) = [each for each in lines if "of the parameters of the model stay whole" in each]
+    assert re.match(r"\d+\.\d% of .* on every rank: down \(Linear\) \d+\.\d%, up ", line), line
 
 
 def called_alike() -> None:
