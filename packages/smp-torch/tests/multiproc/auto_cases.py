@@ -25,7 +25,8 @@ from smdistributed.modelparallel.common.errors import SMPError
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Call
-from smdistributed.modelparallel.torch.tensor_parallel.auto import planning, proof
+from smdistributed.modelparallel.torch.tensor_parallel import replacement
+from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import ClosedGroup
 
 WIDTH, HEADS, VOCAB, LENGTH = 32, 4, 48, 7
@@ -200,7 +201,7 @@ def whole(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 
 BLOCKS = [f"blocks.{n}.{name}" for n in range(2) for name in ("attention", "feed_forward")]
-BLOCKS.append("last.self_attn")
+BLOCKS.append("last")
 
 
 def trained() -> None:
@@ -211,10 +212,11 @@ def trained() -> None:
     reference = without_dropout(whole(Own, 30))
     # With a prescaled batch, what has parameters of its own beside linear maps is no group; four
     # ranks cannot share two heads.
-    absent = {BLOCKS[0]} if prescaled else {BLOCKS[2]} if smp.tp_size() == 4 else set()
+    absent = {BLOCKS[0], "last"} if prescaled else {BLOCKS[2]} if smp.tp_size() == 4 else set()
     expected = [] if smp.tp_size() == 1 else [each for each in BLOCKS if each not in absent]
+    expected += ["last.self_attn"] if prescaled else []
     assert groups_in(module) == expected
-    assert type(module.head).__name__ == "DistributedLinear"
+    assert type(module.head).__name__ == "WideningLinear"
     batch = tensor_cases.data()
     expected = tensor_cases.run_reference(reference, own_loss, batch, even=prescaled)
     own = tensor_cases.feeders()[1]
@@ -457,7 +459,7 @@ def torchs_encoder() -> None:
     """Also where torch would give weights to kernels of its own, in place of calling modules."""
     module = split(Encoder, 6)
     model, reference = smp.DistributedModel(module), whole(Encoder, 6)
-    assert groups_in(module) == [f"inner.layers.{n}.self_attn" for n in range(2)]
+    assert groups_in(module) == [f"inner.layers.{n}" for n in range(2)]
 
     @smp.step
     def train(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -514,10 +516,6 @@ def refused() -> None:
     inner = smp.DistributedModel(split(Inner, 1))
     with pytest.raises(SMPError, match="code outside of that module"):
         inner(x, aside=True)
-    # Outside of a step ranks draw numbers of their own.
-    dropping = smp.DistributedModel(split(Attention, 1))
-    with pytest.raises(SMPError, match=r"inside a function decorated with @smp\.step"):
-        dropping(x)
     with (
         pytest.raises(TypeError, match="auto must be True or False"),
         smp.tensor_parallelism(auto=2),
@@ -743,7 +741,7 @@ class Uneven(nn.Module):
 def told() -> None:
     """The log has the reason of the attempt that looked for what the module is."""
     lines: list[str] = []
-    handler, logger = logging.Handler(), logging.getLogger(planning.__name__)
+    handler, logger = logging.Handler(), logging.getLogger(replacement.__package__)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     before = logger.level
     logger.addHandler(handler)
@@ -755,6 +753,8 @@ def told() -> None:
         logger.removeHandler(handler)
     (line,) = [each for each in lines if "is no group" in each]
     assert re.search(r"\(2\) must divide out_features \(41\) of up", line), line
+    (line,) = [each for each in lines if "of the parameters of the model stay whole" in each]
+    assert re.match(r"\d+\.\d% of .* on every rank: down \(Linear\) \d+\.\d%, up ", line), line
 
 
 def called_alike() -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
+from smdistributed.modelparallel.torch.nn.linear import WideningLinear
 from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.sharding.parameter import gradient_here
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
@@ -189,6 +190,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Loss]] = {
     ),
     "alibi": (lambda: language_model(**CAUSAL, use_alibi=True), lm_loss),
     "linear": (lambda: smp.nn.DistributedLinear(WIDTH, 9), states_loss),
+    "widening": (lambda: WideningLinear(WIDTH, VOCAB), states_loss),
+    "widening, no bias": (lambda: WideningLinear(WIDTH, VOCAB, False), states_loss),
     "embedding": (lambda: smp.nn.DistributedEmbedding(VOCAB, 12, padding_idx=3), tokens_loss),
 }
 

@@ -14,15 +14,15 @@ from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
-from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
+from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
+    COMMON,
+    MEAN,
     SAME,
     SUM,
-    Proof,
     RefutedError,
-    prove,
-    tried,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove, tried
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.trial.rounding import Rounding
 
@@ -349,3 +349,61 @@ def test_attention_of_no_heads_is_refused_before_it_ends_the_process() -> None:
 
     with pytest.raises(RefutedError, match="empty query, key or value"):
         tried(NoKeys(), ((torch.ones(2, 4, 6, 8),), {}))
+
+
+class Two(nn.Module):
+    """Two inner layers in one module, of which the second reads what the first has summed."""
+
+    def __init__(self, is_post: bool, between: Function = F.gelu) -> None:
+        super().__init__()
+        for name in ("up", "widen"):
+            setattr(self, name, nn.Linear(WIDTH, INNER))
+        for name in ("down", "narrow"):
+            setattr(self, name, nn.Linear(INNER, WIDTH))
+        self.is_post, self.between = is_post, between
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_post:
+            x = self.between(self.first(x + self.down(F.gelu(self.up(x)))))
+            return self.second(x + self.narrow(F.gelu(self.widen(x))))
+        x = self.between(x + self.down(F.gelu(self.up(self.first(x)))))
+        return x + self.narrow(F.gelu(self.widen(self.second(x))))
+
+
+def _plan_of_two(sums: tuple[str, ...], *, is_mean: bool) -> Plan:
+    return Plan(("up", "widen"), ("down", "narrow"), sums=sums, is_mean=is_mean)
+
+
+@pytest.mark.parametrize(
+    ("is_post", "sums", "is_mean", "output"),
+    [
+        (False, ("down",), True, MEAN),
+        (False, ("down", "narrow"), False, COMMON),
+        (True, ("down", "narrow"), False, COMMON),
+        (False, (), False, None),
+        (False, (), True, None),
+        (False, ("down",), False, None),
+        (True, ("down",), True, None),
+        (True, ("narrow",), True, None),
+    ],
+)
+def test_what_code_goes_on_with_is_summed_before(
+    is_post: bool, sums: tuple[str, ...], is_mean: bool, output: str | None
+) -> None:
+    plan = _plan_of_two(sums, is_mean=is_mean)
+    if output is None:
+        with pytest.raises(RefutedError, match="differs from what it gives whole"):
+            _proven(Two(is_post), plan)
+    else:
+        assert _proven(Two(is_post), plan).outputs == (output,)
+
+
+def test_gradients_that_code_changes_behind_a_sum_are_noticed() -> None:
+    def hooked(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        x.register_hook(lambda gradient: F.normalize(gradient, dim=-1))
+        return x
+
+    with pytest.raises(RefutedError, match="changes gradients"):
+        _proven(Two(is_post=False, between=hooked), _plan_of_two(("down",), is_mean=True))

@@ -8,7 +8,8 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.nn.embedding import DistributedEmbedding
 from smdistributed.modelparallel.torch.nn.huggingface.built_in import family_of
-from smdistributed.modelparallel.torch.nn.linear import DistributedLinear
+from smdistributed.modelparallel.torch.nn.linear import DistributedLinear, WideningLinear
+from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 from smdistributed.modelparallel.torch.tensor_parallel.registry import Arguments, Registration
 
 
@@ -22,6 +23,12 @@ def _of_linear(module: Any) -> Arguments:
     return (module.in_features, module.out_features, module.bias is not None), {}
 
 
+def _of_linear_in_auto(module: Any, size: int) -> type[DistributedModule]:
+    """Returns what exchanges least; a script that names no class rests on no shape of slices."""
+    widens = module.out_features > module.in_features and module.out_features % size == 0
+    return WideningLinear if widens else DistributedLinear
+
+
 def _of_embedding(module: Any) -> Arguments:
     names = ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     sizes = (module.num_embeddings, module.embedding_dim)
@@ -29,7 +36,7 @@ def _of_embedding(module: Any) -> Arguments:
 
 
 _TORCH: dict[type[nn.Module], Registration] = {
-    nn.Linear: Registration(DistributedLinear, arguments_of=_of_linear),
+    nn.Linear: Registration(DistributedLinear, arguments_of=_of_linear, in_auto=_of_linear_in_auto),
     nn.Embedding: Registration(
         DistributedEmbedding, arguments_of=_of_embedding, needed="distribute_embedding"
     ),

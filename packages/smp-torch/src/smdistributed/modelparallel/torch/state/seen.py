@@ -25,6 +25,8 @@ class MISSING:
 _OWN_PACKAGE = __name__.partition(".")[0]
 _OF_MODULES = frozenset(vars(nn.Module()))
 HOOKS = frozenset(name for name in _OF_MODULES if name.endswith("_hooks"))
+#: Those that run when a module is called, or differentiated.
+HOOKS_OF_CALLS = frozenset(name for name in HOOKS if "forward" in name or "backward" in name)
 #: Tensors, what is known otherwise, and what is compared by itself.
 _APART = _OF_MODULES - HOOKS
 #: Proofs are without what these do.

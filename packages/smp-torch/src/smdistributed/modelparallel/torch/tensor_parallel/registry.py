@@ -51,6 +51,8 @@ class Registration:
         is_raw: whether nobody has given a module the initial values of its class, so that what
             stands for it draws its own where they do not fit; None: somebody has.
         refusal: tells why a module has to stay whole; None if it need not.
+        in_auto: chooses the distributed version for ``auto=True``, from a module and the number of
+            ranks; None: it is ``dist_module``.
     """
 
     dist_module: type[DistributedModule]
@@ -64,6 +66,7 @@ class Registration:
     needed: str | None = None
     is_raw: Callable[[Any], bool] | None = None
     refusal: Callable[[Any], str | None] | None = None
+    in_auto: Callable[[Any, int], type[DistributedModule]] | None = None
 
     def arguments(self, module: nn.Module) -> Arguments | None:
         """Returns what ``dist_module`` is made with; None if that is not known."""

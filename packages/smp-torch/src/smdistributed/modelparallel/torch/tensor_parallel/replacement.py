@@ -50,6 +50,9 @@ from smdistributed.modelparallel.torch.tensor_parallel.values import ValuesOfFir
 
 logger = logging.getLogger(__name__)
 
+#: Of so many modules that stay whole the log tells, the largest.
+_MOST_TOLD = 5
+
 #: Finds how a module is distributed that the user has not registered.
 BuiltIn = Callable[[nn.Module], Registration | None]
 
@@ -135,7 +138,10 @@ class _Replacing:
     def run(self) -> nn.Module:
         self._stacks = self._find_stacks()
         self._auto = self._find_groups()
+        total = sum(each.numel() for each in self._model.parameters())
         replaced = self._visit(self._model, "")
+        if any(mark.config.get("auto") for mark in self._seen):
+            _tell_what_stays_whole(replaced, total)
         _without_nested_tensors(replaced)
         for mark in self._seen:
             unused = sorted(set(mark.config) - mark.used)
@@ -323,6 +329,8 @@ class _Replacing:
         self, module: nn.Module, name: str, mark: Mark, registration: Registration
     ) -> DistributedModule | None:
         kind = registration.dist_module
+        if registration.in_auto is not None and mark.config.get("auto"):
+            kind = registration.in_auto(module, self._group.size)
         if registration.needed is not None:
             mark.used.add(registration.needed)
             if not mark.config.get(registration.needed):
@@ -412,6 +420,34 @@ class _Replacing:
             if not self._holders[id(parameter)] <= inside:
                 return f"its parameter {each} is shared with another module"
         return None
+
+
+def _tell_what_stays_whole(model: nn.Module, total: int) -> None:
+    """Says how much of a model every rank has, of which modules.
+
+    Args:
+        model: of which modules were split.
+        total: how many numbers its parameters had before.
+    """
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            is_slice = isinstance(module, DistributedModule) and module.slice_of(attribute)
+            if parameter is not None and not is_slice and id(parameter) not in seen:
+                seen.add(id(parameter))
+                sizes[name] = sizes.get(name, 0) + parameter.numel()
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:_MOST_TOLD]
+    logger.info(
+        "%.1f%% of the parameters of the model stay whole on every rank%s%s",
+        100 * sum(sizes.values()) / max(total, 1),
+        ": " if largest else ".",
+        ", ".join(
+            f"{name or 'the model'} ({type(model.get_submodule(name)).__name__}) "
+            f"{100 * sizes[name] / total:.1f}%"
+            for name in largest
+        ),
+    )
 
 
 def _without_nested_tensors(model: nn.Module) -> None:

@@ -13,7 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate, SplitLinear
+from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import (
+    Gate,
+    Leaves,
+    SplitLinear,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import sliced_linear
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
@@ -27,8 +31,9 @@ Fill = Callable[[str, nn.Module, DistributedModule], None]
 class SplitAttention(DistributedModule, nn.MultiheadAttention, is_part=True):
     """What a ``nn.MultiheadAttention`` becomes in a module that was split by ``auto=True``.
 
-    Attributes keep the sizes of the whole. The output is a share of a sum, as of ``SplitLinear``,
-    and so are weights that are averaged over heads; others are those of the own heads.
+    Attributes keep the sizes of the whole. The output is that of ``SplitLinear``, a share of a sum
+    or what becomes of that. Weights that are averaged over heads are a share of a sum; others are
+    those of the own heads.
 
     Shape: as of ``nn.MultiheadAttention``.
     """
@@ -36,13 +41,14 @@ class SplitAttention(DistributedModule, nn.MultiheadAttention, is_part=True):
     gate: Gate
 
     @staticmethod
-    def make_of(module: nn.MultiheadAttention, gate: Gate, fill: Fill) -> None:
+    def make_of(module: nn.MultiheadAttention, gate: Gate, fill: Fill, leaves: Leaves) -> None:
         """Makes an attention one of the own heads, in place.
 
         Args:
             module: which becomes it.
-            gate: opened by the module around it, which is itself.
+            gate: opened by the module that is called by all ranks, around it or itself.
             fill: gives slices their values.
+            leaves: what the output is.
         """
         whole, out = nn.Module(), module.out_proj
         whole._parameters.update(module._parameters)
@@ -59,7 +65,7 @@ class SplitAttention(DistributedModule, nn.MultiheadAttention, is_part=True):
                 fused = (width,) * 3 if name.startswith("in_proj") else ()
                 dim = parameter.dim() - 1 if name.startswith("bias") else 0
                 module.add_slice(name, parameter.shape, dim, nn.init.zeros_, sections=fused)
-            made = SplitLinear(width, width, out.bias is not None, "inputs")
+            made = SplitLinear(width, width, out.bias is not None, "inputs", leaves=leaves)
         fill("", whole, module)
         made.gate = gate
         made.train(out.training)

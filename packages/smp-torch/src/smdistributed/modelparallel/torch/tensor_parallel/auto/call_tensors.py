@@ -30,6 +30,8 @@ class CallTensors:
         who: is called.
         call: the own.
         lanes: those of all ranks.
+        own_is_alike: tensors of the own call require gradients where others' do, so that it is
+            differentiated where theirs are.
 
     Attributes:
         own: the tensors of the own call.
@@ -38,7 +40,15 @@ class CallTensors:
         SMPError: tensors in one place have different types.
     """
 
-    def __init__(self, group: TensorGroup, who: str, call: Call, lanes: Sequence[LaneCall]) -> None:
+    def __init__(
+        self,
+        group: TensorGroup,
+        who: str,
+        call: Call,
+        lanes: Sequence[LaneCall],
+        *,
+        own_is_alike: bool = False,
+    ) -> None:
         self._group = group
         self._moves: dict[str, _Move] = {}
         #: Paths at which a tensor is that of another path.
@@ -56,6 +66,8 @@ class CallTensors:
         if group.is_prescaled:
             own = {path: _entered(group, self._moves[path], each) for path, each in own.items()}
         else:
+            if own_is_alike:
+                own = {path: self._moves[path].like_others(each) for path, each in own.items()}
             self._begin(own)
         self.own = self._with_same({path: own[path] for path in own if path in tensors})
 

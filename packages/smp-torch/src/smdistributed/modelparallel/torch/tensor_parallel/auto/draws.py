@@ -1,14 +1,16 @@
 """Dropout of tensors whose channels or heads lie on several ranks.
 
 The mask of the whole tensor is drawn on every rank, from the same random numbers, and cut: each
-rank drops what one process would drop.
+rank drops what one process would drop. From what every rank has whole each drops the same; outside
+of steps, where ranks draw from generators of their own, a call has a seed of its rank for that.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
 _DROPOUTS = frozenset({F.dropout, torch.dropout})
 _ATTENTION = F.scaled_dot_product_attention
@@ -66,6 +69,38 @@ class NotedDraws(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def seeds_of_calls(group: TensorGroup, draws: Sequence[Sequence[int | None]]) -> list[int | None]:
+    """Returns the seeds of all ranks' calls, where they drop from what every rank has whole.
+
+    Collective: TP_GROUP, outside of steps.
+
+    Args:
+        group: the ranks.
+        draws: of each call, what of each dropout is split; see ``SplitDraws``.
+
+    Returns:
+        one for each rank; None where its call has no need of it.
+    """
+    is_keyed = group.random is not None and group.random.is_active
+    if is_keyed or not any(dim is None for dims in draws for dim in dims):
+        return [None] * group.size
+    own = int(torch.randint(2**31, (), device="cpu"))
+    found: list[int | None] = [each[0] for each in group.everyones([own])]
+    return found
+
+
+@contextlib.contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Inside, random numbers are those that follow a seed; None: those that come next."""
+    if seed is None:
+        yield
+        return
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
 class SplitDraws(TorchFunctionMode):
     """Draws for whole tensors, of which a rank has slices.
 
@@ -74,12 +109,10 @@ class SplitDraws(TorchFunctionMode):
             is whole.
         size: how many ranks there are.
         rank: which of them this is.
-        is_keyed: the ranks draw the same numbers for the same call; False outside of steps.
     """
 
-    def __init__(self, dims: Sequence[int | None], size: int, rank: int, *, is_keyed: bool) -> None:
+    def __init__(self, dims: Sequence[int | None], size: int, rank: int) -> None:
         super().__init__()
-        self._is_keyed = is_keyed
         self._dims = dims
         self._size, self._rank = size, rank
         self._number = 0
@@ -94,20 +127,8 @@ class SplitDraws(TorchFunctionMode):
                 return func(*args, **kwargs)
             return self._attention(dim, **given)
         if func is _WHOLE_ATTENTION:
-            # Every rank has it whole, as its weights are.
-            given = _WHOLE_ARGUMENTS.bind(*args, **kwargs).arguments
-            self._next()
-            if given["dropout_p"] and given.get("training", True):
-                self._check_keyed()
+            self._next()  # every rank has it whole, as its weights are
         return func(*args, **kwargs)
-
-    def _check_keyed(self) -> None:
-        if not self._is_keyed:
-            raise SMPError(
-                "a module that is split drops from what every rank has alike, and can only be "
-                "trained inside a function decorated with @smp.step: the ranks must draw the same "
-                "random numbers."
-            )
 
     def _next(self) -> int | None:
         if self._number == len(self._dims):
@@ -130,7 +151,6 @@ class SplitDraws(TorchFunctionMode):
         if not training or not p:
             return input
         if dim is None:
-            self._check_keyed()
             return function(input, p, training, *[inplace] * inplace)
         mask = self._mask(dim, input, p)
         return input.mul_(mask) if inplace else input * mask

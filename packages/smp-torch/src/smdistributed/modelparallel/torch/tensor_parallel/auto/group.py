@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.compiled import compile_li
 from smdistributed.modelparallel.torch.state.alike import are_alike
 from smdistributed.modelparallel.torch.state.seen import (
     HOOKS,
+    HOOKS_OF_CALLS,
     MISSING,
     SeenState,
     value_of,
@@ -38,21 +39,28 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     caches_in,
     tensors_in,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import SplitDraws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import (
+    SplitDraws,
+    seeded,
+    seeds_of_calls,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import copied
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
+    averaged,
+    common,
     joined,
     summed,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import number_of_maps
-from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, counted_whole
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import (
+from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
+    COMMON,
+    MEAN,
     SAME,
     SUM,
-    Proof,
     RefutedError,
-    prove,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, counted_whole
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
@@ -134,8 +142,14 @@ class Found:
         for owner, attribute in changed:
             inner, own = module.get_submodule(owner), self.template.module.get_submodule(owner)
             value = value_of(inner, attribute)
-            is_map_of = owner in (*self.plan.columns, *self.plan.rows)
+            is_map_of = owner in (*self.plan.columns, *self.plan.rows, *self.plan.attentions)
             is_new_map = isinstance(value, nn.Module) and number_of_maps(value) > 0
+            if attribute in HOOKS_OF_CALLS and owner and self.plan.goes_on:
+                raise UnsupportedError(
+                    f"{who} is split as one, and computes the calls of all ranks, of which a hook "
+                    f"on a module in it would see parts; {owner} has others than before now. "
+                    "Exclude the first: smp.set_tensor_parallelism(module, enabled=False)."
+                )
             if attribute in HOOKS:
                 for each in (name for name in vars(own) if "hook" in name):
                     vars(own)[each] = copy.copy(vars(inner)[each])
@@ -194,7 +208,9 @@ class ClosedGroup(DistributedModule):
     """The part of a split module's class that runs its forward on slices.
 
     Every rank computes the calls of all ranks, each on its slices; sums, or what is put side by
-    side, are the result of the own call. Forward and backward are collective: TP_GROUP.
+    side, are the result of the own call. Where code goes on with a sum, that is made in the middle
+    of each call, so all ranks compute the calls in one order, that of the ranks. Forward and
+    backward are collective: TP_GROUP.
     """
 
     _smp_found: Found
@@ -233,8 +249,12 @@ class ClosedGroup(DistributedModule):
             self._leave_empty(caches)
         call = Call((args, kwargs))
         lanes, proofs = self._agreed(call, makes_shapes=makes_shapes)
-        tensors_of = CallTensors(group, self.place, call, lanes)
+        sums = bool(self._smp_found.plan.sums)
+        tensors_of = CallTensors(group, self.place, call, lanes, own_is_alike=sums)
         place = None if group.random is None else group.random.place()
+        seeds: list[int | None] = [None] * group.size
+        if self.training and not makes_shapes:
+            seeds = seeds_of_calls(group, [each.draws for each in proofs])
         compute = self.compute if self._smp_lane is None or makes_shapes else self._smp_lane
 
         def computed(number: int, tensors: dict[str, torch.Tensor]) -> Call:
@@ -242,9 +262,8 @@ class ClosedGroup(DistributedModule):
             own_args, own_kwargs = lane_call.filled([tensors[each] for each in lane_call.paths])
             draws = None
             if self.training:
-                is_keyed = group.random is not None and group.random.is_active
-                draws = SplitDraws(proofs[number].draws, group.size, group.rank, is_keyed=is_keyed)
-            with contextlib.ExitStack() as stack:
+                draws = SplitDraws(proofs[number].draws, group.size, group.rank)
+            with seeded(seeds[number]), contextlib.ExitStack() as stack:
                 if group.random is not None:
                     stack.enter_context(group.random.computing_for(number, place))
                 self._smp_gate.is_open = True
@@ -253,10 +272,10 @@ class ClosedGroup(DistributedModule):
                 finally:
                     self._smp_gate.is_open = False
 
-        results = {group.rank: computed(group.rank, tensors_of.own)}
+        results = {} if sums else {group.rank: computed(group.rank, tensors_of.own)}
         if not group.is_prescaled:
             for number, tensors in enumerate(tensors_of.arrived()):
-                if number != group.rank:
+                if number not in results:
                     results[number] = computed(number, tensors)
         numbers = sorted(results)
         if makes_shapes:
@@ -350,6 +369,10 @@ class ClosedGroup(DistributedModule):
                 made.append(parts[own])
             elif kind == SUM:
                 made.append(summed(group, parts))
+            elif kind == MEAN:
+                made.append(averaged(group, parts))
+            elif kind == COMMON:
+                made.append(common(group, parts))
             else:
                 made.append(joined(group, parts, int(kind)))
         return results[own].filled(made)

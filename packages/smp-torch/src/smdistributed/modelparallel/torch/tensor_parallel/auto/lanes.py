@@ -163,6 +163,36 @@ def joined(group: TensorGroup, lanes: Sequence[torch.Tensor], dim: int) -> torch
     return group.exchanged(found)
 
 
+@run_as_written
+def averaged(group: TensorGroup, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the result of the own call, which is the mean of what all ranks have of it."""
+    if lanes[0].dtype == torch.float16:  # the sum may be too large for it
+        return summed(group, [each / group.size for each in lanes])
+    return summed(group, lanes) / group.size
+
+
+@run_as_written
+def common(group: TensorGroup, lanes: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the result of the own call, which every rank has whole, from what they summed.
+
+    It counts as the mean of what they have: each computes its share of the gradient.
+    """
+    if not lanes[group.rank].requires_grad:
+        return lanes[group.rank]
+    found: torch.Tensor = _Common.apply(group.handle, *lanes)  # type: ignore[no-untyped-call]
+    return group.exchanged(found)
+
+
+@run_as_written
+def added_up(group: TensorGroup, share: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the shares of all ranks, in the middle of a call that all compute.
+
+    The gradient of each share is the sum of what the ranks have of that of the sum.
+    """
+    found: torch.Tensor = _AddedUp.apply(share, group.handle)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _gathered(
     collectives: Collectives, tensor: torch.Tensor, shapes: Shapes
 ) -> tuple[torch.Tensor, ...]:
@@ -224,6 +254,20 @@ def _summed_again(ctx: Any, gradient: torch.Tensor) -> Any:
     made = _ToLanes.apply(gradient, ctx.handle, ctx.shapes)  # type: ignore[no-untyped-call]
     ctx.handle().exchanged(made[0], in_backward=True)
     return None, *made
+
+
+def _common_again(ctx: Any, gradient: torch.Tensor) -> Any:
+    meet_again(ctx)
+    share = gradient / len(ctx.shapes)
+    made = _ToLanes.apply(share, ctx.handle, ctx.shapes)  # type: ignore[no-untyped-call]
+    ctx.handle().exchanged(made[0], in_backward=True)
+    return None, *made
+
+
+def _added_up_again(ctx: Any, gradient: torch.Tensor) -> Any:
+    meet_again(ctx)
+    made = _AddedUp.apply(gradient, ctx.handle)  # type: ignore[no-untyped-call]
+    return ctx.handle().exchanged(made, in_backward=True), None
 
 
 def _joined_again(ctx: Any, gradient: torch.Tensor) -> Any:
@@ -303,6 +347,37 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         meet_again(ctx)
         return None, *_gathered(ctx.collectives, gradient, ctx.shapes)
+
+
+class _Common(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, handle: Handle, *lanes: torch.Tensor) -> torch.Tensor:
+        mark(ctx, lanes[0])
+        ctx.handle, ctx.collectives = handle, handle().collectives
+        ctx.shapes = tuple(tuple(each.shape) for each in lanes)
+        own: torch.Tensor = lanes[ctx.collectives.rank].clone()
+        return own
+
+    @staticmethod
+    @differentiated_by(_common_again)
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        meet_again(ctx)
+        return None, *_gathered(ctx.collectives, gradient / len(ctx.shapes), ctx.shapes)
+
+
+class _AddedUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, handle: Handle) -> torch.Tensor:
+        mark(ctx, share)
+        ctx.handle, ctx.collectives = handle, handle().collectives
+        total: torch.Tensor = ctx.collectives.sum(share)
+        return total
+
+    @staticmethod
+    @differentiated_by(_added_up_again)
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        meet_again(ctx)
+        return ctx.collectives.sum(gradient), None
 
 
 class _Joined(torch.autograd.Function):

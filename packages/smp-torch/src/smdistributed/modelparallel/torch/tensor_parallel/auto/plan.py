@@ -12,11 +12,14 @@ from torch import nn
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto.attention import Fill, SplitAttention
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
-    is_attention,
     is_transposed,
     sizes_of,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate, SplitLinear
+from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import (
+    Gate,
+    Leaves,
+    SplitLinear,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.module import without_values
 
 
@@ -30,12 +33,31 @@ class Plan:
         divided: attributes of modules in it that count what is split: name of the module, of the
             attribute; ``config.`` before those of its configuration, of which it gets a copy.
         fused: of columns in which several are one, the name and their sizes.
+        attentions: torch's in it, of which every rank gets some heads.
+        sums: of rows and attentions, those that are summed where they are made, as code goes on
+            with the sum.
+        is_mean: what other rows and attentions give is added to what every rank has whole, so that
+            the result is the mean over the ranks; else it is the sum.
     """
 
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     divided: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    attentions: tuple[str, ...] = ()
+    sums: tuple[str, ...] = ()
+    is_mean: bool = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether more is computed with its sums than to return them."""
+        return self.is_mean or bool(self.sums)
+
+    def leaves(self, name: str) -> Leaves:
+        """Returns what a row or an attention gives."""
+        if name in self.sums:
+            return Leaves.SUM
+        return Leaves.PART_OF_MEAN if self.is_mean else Leaves.PART_OF_SUM
 
 
 def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
@@ -43,15 +65,15 @@ def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
 
     Args:
         module: to split, in place.
-        plan: how; for an attention of torch, which is split as one, it is empty.
+        plan: how.
         size: how many ranks there are.
         fill: gives a slice its values, from the name and the whole.
     """
     gate = Gate()
-    if is_attention(module):
-        assert isinstance(module, nn.MultiheadAttention)
-        SplitAttention.make_of(module, gate, fill)
-        return gate
+    for name in plan.attentions:
+        attention = module.get_submodule(name)
+        assert isinstance(attention, nn.MultiheadAttention)
+        SplitAttention.make_of(attention, gate, fill, plan.leaves(name))
     fused = dict(plan.fused)
     for split, names in (("outputs", plan.columns), ("inputs", plan.rows)):
         for name in names:
@@ -64,6 +86,7 @@ def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
                     split,
                     sections=fused.get(name, ()),
                     is_transposed=is_transposed(linear),
+                    leaves=plan.leaves(name),
                 )
             made.gate = gate
             made.train(linear.training)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import collections
 import logging
-import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +19,12 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.compat.transformers_records import recorded_in
+from smdistributed.modelparallel.torch.state.seen import HOOKS_OF_CALLS, hooks_of_others
+from smdistributed.modelparallel.torch.tensor_parallel.auto.attempts import (
+    OtherKindError,
+    plans_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
     Trial,
@@ -28,7 +33,6 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
     guesses,
     inputs_of_transformers,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import TAKEN, Found, key_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     is_attention,
@@ -37,31 +41,22 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     number_of_maps,
     sizes_of,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import SAME, RefutedError, prove
-from smdistributed.modelparallel.torch.tensor_parallel.auto.roles import Origins
+from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import SAME, RefutedError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import prove
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.auto.weight_readers import (
     read_of_others,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
-from smdistributed.modelparallel.torch.trial.alone import alone
 
 logger = logging.getLogger(__name__)
 
 #: Of what torch's attention is tried with.
 _EXAMPLES, _LENGTH = 2, 6
+#: A module becomes a group with those in it if these lack as much of what may be split.
+_LEAST_MORE = 1 / 4
 #: Blocks of more linear maps than this are not one group.
-_MOST_LINEARS = 8
-#: Of what was seen as several dims, as many as this may be fused: query, key and value.
-_MOST_FUSED = 3
-_COUNTS_HEADS = re.compile(r"head")
-_NOT_COUNTS = re.compile(r"dim|size|mask|hidden|layer")
-_OF_ONE_HEAD = re.compile(r"head_(dim|size)$|kv_channels$")
-
-
-class _OtherKindError(RefutedError):
-    """A module is looked at for what another attempt looks for; says what it lacks."""
+_MOST_LINEARS = 12
 
 
 @dataclass
@@ -125,7 +120,8 @@ def plan_groups(
         kept_whole |= _kept_whole(model, trial)
     ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
     calls = {} if trial is None else trial.calls
-    search = _Search(group, value_of, candidates, calls, _shared_modules(model))
+    recorded = set(recorded_in(model))
+    search = _Search(group, value_of, candidates, calls, _shared_modules(model), recorded)
     # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
     for closes in (True, False):
         for module in ordered:
@@ -215,12 +211,14 @@ class _Search:
         names: Mapping[nn.Module, str],
         calls: Mapping[nn.Module, Call],
         shared: Container[nn.Module] = (),
+        recorded: Container[nn.Module] = (),
     ) -> None:
         self._group = group
         self._value_of = value_of
         self._names = names
         self._calls = calls
         self._shared = shared
+        self._recorded = recorded
         self._refused: dict[object, RefutedError] = {}
         self._told: dict[str, RefutedError] = {}
         self.plan = AutoPlan()
@@ -229,22 +227,27 @@ class _Search:
         """Adds a module to the plan if it is a group.
 
         Args:
-            module: none of whose modules, and that is in none that, is a group.
+            module: that is in no group. Groups in it become a part of it, if it has more.
             closes: look for sums alone; else for results that leave split.
         """
         inner = set(module.modules())
-        if any(each in inner or module in set(each.modules()) for each in self.plan.groups):
+        if any(module in set(each.modules()) for each in self.plan.groups):
+            return
+        within = [each for each in self.plan.groups if each in inner]
+        if within and not (closes and _has_more_than_groups(module, within)):
             return
         if is_attention(module) and not closes:
             return
         try:
             self.plan.groups[module] = self._found(module, closes=closes)
+            for each in within:
+                del self.plan.groups[each]
         except RefutedError as error:
             self._refused.setdefault((closes, _signature(module)), error)
             name = self._names[module]
             # What the attempt says that looked for its kind, and of several the first.
             known = self._told.get(name)
-            if known is None or isinstance(known, _OtherKindError):
+            if known is None or isinstance(known, OtherKindError):
                 self._told[name] = error
                 self.plan.reasons[name] = str(error)
         else:
@@ -291,7 +294,12 @@ class _Search:
         found: Found | None = None
         for call in self._calls_of(module):
             try:
-                proven = self._proven(template, call, closes=closes)
+                proven = self._proven(
+                    *(template, call),
+                    closes=closes,
+                    is_model=self._names[module] == "",
+                    is_watched=self._is_watched(module),
+                )
             except RefutedError as error:
                 reason = reason or error
                 continue
@@ -303,6 +311,15 @@ class _Search:
             raise reason or RefutedError("nothing is known of how it is called")
         return found
 
+    def _is_watched(self, module: nn.Module) -> bool:
+        """Whether others look at what modules in a module give, or change that."""
+        return any(
+            each in self._recorded
+            or any(map(hooks_of_others, (vars(each).get(name, {}) for name in HOOKS_OF_CALLS)))
+            for each in module.modules()
+            if each is not module
+        )
+
     def _calls_of(self, module: nn.Module) -> Iterable[Call]:
         if module in self._calls:
             return [self._calls[module]]
@@ -310,12 +327,14 @@ class _Search:
             widths = module.embed_dim, module.kdim, module.vdim
             given = tuple(torch.empty(_EXAMPLES, _LENGTH, width) for width in widths)
             return [Call((given, {"need_weights": each})) for each in (False, True)]
-        linear = next(each for each in module.modules() if is_map(each))
-        return guesses(module, sizes_of(linear)[0])
+        return guesses(module, next(filter(None, map(_width_of, module.modules()))))
 
-    def _proven(self, template: Template, call: Call, *, closes: bool) -> Found:
+    def _proven(
+        self, template: Template, call: Call, *, closes: bool, is_model: bool, is_watched: bool
+    ) -> Found:
         reason = ""
-        for plan in self._plans(template, call, closes=closes):
+        goes_on = not (is_model or _is_mostly_whole(template) or is_watched)
+        for plan in plans_of(template, call, self._group.size, closes=closes, goes_on=goes_on):
             try:
                 # As in training; calls without gradients are proven when they come.
                 proof = prove(template, plan, self._group.size, call, call.forms, grad_enabled=True)
@@ -324,6 +343,8 @@ class _Search:
                 continue
             if self._group.is_prescaled and SAME in proof.outputs:
                 raise RefutedError("prescaled_batch is on, and it returns what it does not split")
+            if self._group.is_prescaled and plan.sums:
+                raise RefutedError("prescaled_batch is on, and it goes on with sums")
             training = template.module.training
             key = key_of(call, call.forms, training=training, grad_enabled=True)
             found = Found(plan, template, {key: proof})
@@ -331,122 +352,35 @@ class _Search:
             return found
         raise RefutedError(reason)
 
-    def _plans(self, template: Template, call: Call, *, closes: bool) -> Iterator[Plan]:
-        """Yields what may be proven."""
-        size, module = self._group.size, template.module
-        if isinstance(module, nn.MultiheadAttention) and is_attention(module):
-            _check_divides(size, "num_heads", module.num_heads, "it")
-            yield Plan()
-            return
-        origins = alone(lambda: _origins(template, call))
-        columns, rows = _roles(origins)
-        if bool(rows) is not closes:
-            raise _OtherKindError("none of its linear maps sums what others have split")
-        widths = set()
-        for name in columns:
-            widths.add(sizes_of(template.linears[name])[1])
-            _check_divides(size, "out_features", sizes_of(template.linears[name])[1], name)
-        for name in rows:
-            widths.add(sizes_of(template.linears[name])[0])
-            _check_divides(size, "in_features", sizes_of(template.linears[name])[0], name)
-        for fused in _fusions(origins, columns, size):
-            more = {length for lengths in fused.values() for length in lengths}
-            for divided in _divisions(template, widths | more, size):
-                yield Plan(columns, rows, divided, tuple(fused.items()))
+
+def _width_of(module: nn.Module) -> int | None:
+    """Returns the width that a linear map or an attention takes; None for any other module."""
+    if isinstance(module, nn.MultiheadAttention):
+        return int(module.embed_dim)
+    return sizes_of(module)[0] if is_map(module) else None
 
 
-def _check_divides(size: int, what: str, number: int, name: str) -> None:
-    if number % size:
-        raise RefutedError(
-            f"tensor_parallel_degree ({size}) must divide {what} ({number}) of {name}"
-        )
+def _has_more_than_groups(module: nn.Module, groups: Iterable[nn.Module]) -> bool:
+    """Whether much of what may be split in a module is in none of some groups in it."""
+    inside = {inner for each in groups for inner in each.modules()}
+    every = {each for each in module.modules() if is_map(each) or is_attention(each)}
+    return _LEAST_MORE * _size_of(every) <= _size_of(every - inside)
 
 
-def _fusions(
-    origins: Origins, columns: Sequence[str], size: int
-) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yields what may be fused in the outputs of linear maps: nothing, then what was cut apart."""
-    cuts = {name: origins.cuts[name] for name in columns if name in origins.cuts}
-    folds = {
-        name: origins.folds[name]
-        for name in columns
-        if name in origins.folds and len(origins.folds[name]) <= _MOST_FUSED
-    }
-    seen: list[dict[str, tuple[int, ...]]] = []
-    for found in ({}, cuts, {**folds, **cuts}):
-        divides = all(length % size == 0 for lengths in found.values() for length in lengths)
-        if found not in seen and divides:
-            seen.append(found)
-            yield found
+def _is_mostly_whole(template: Template) -> bool:
+    """Whether a module has larger tables and kernels than linear maps.
 
-
-def _origins(template: Template, call: Call) -> Origins:
-    """Follows tensors through a call."""
-    draws = torch.Generator().manual_seed(2)
-    module = template.made(draws, torch.float32)
-    args, kwargs = call.sample(call.forms, draws, torch.float32)
-    origins = Origins(module)
-    try:
-        with torch.no_grad(), NotedDraws(), origins:
-            module(*args, **kwargs)
-    except Exception as error:  # any code may run here
-        first = (str(error).splitlines() or [""])[0]
-        raise RefutedError(f"a trial call failed: {type(error).__name__}: {first}") from error
-    return origins
-
-
-def _roles(origins: Origins) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns the linear maps that read arguments, and those that read what these made."""
-    columns = tuple(name for name, read in origins.read_by.items() if not read)
-    rows = tuple(name for name, read in origins.read_by.items() if read)
-    if not columns:
-        raise RefutedError("none of its linear maps reads its arguments alone")
-    deep = [name for name in rows if not origins.read_by[name] <= set(columns)]
-    if deep:
-        raise RefutedError(f"{deep[0]} reads what another sum has made")
-    return columns, rows
-
-
-def _divisions(
-    template: Template, widths: set[int], size: int
-) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Yields sets of attributes to divide, but for those that other modules read too.
-
-    They are: none, those that count heads, these and widths, and these and what counts heads in a
-    configuration.
+    What is not split is computed by every rank, for the calls of all.
     """
-    heads, more, configured = [], [], []
-    for owner, inner in template.module.named_modules():
-        if is_map(inner) or owner in template.shared:
-            continue
-        for name, value in vars(inner).items():
-            if _counts_heads(name, value, size):
-                heads.append((owner, name))
-            elif _divides(value, size) and value in widths and not _OF_ONE_HEAD.search(name):
-                more.append((owner, name))
-        config = vars(inner).get("config")
-        if type(config).__name__.endswith("Config"):
-            configured += [
-                (owner, f"config.{name}")
-                for name, value in vars(config).items()
-                if _counts_heads(name, value, size)
-            ]
-    yield ()
-    if heads:
-        yield tuple(heads)
-    if more:
-        yield (*heads, *more)
-    if configured:
-        yield (*heads, *configured)
+    split = _size_of({*template.linears.values(), *template.attentions.values()})
+    every = sum(each.numel() for each in template.module.parameters() if each.dim() > 1)
+    return every > 2 * split
 
 
-def _divides(value: object, size: int) -> bool:
-    return type(value) is int and value > 1 and value % size == 0
-
-
-def _counts_heads(name: str, value: object, size: int) -> bool:
-    is_count = _COUNTS_HEADS.search(name) and not _NOT_COUNTS.search(name)
-    return bool(is_count) and _divides(value, size)
+def _size_of(modules: Iterable[nn.Module]) -> int:
+    """Returns how many numbers the parameters of modules have that are no vectors."""
+    parameters = {each for module in modules for each in module.parameters() if each.dim() > 1}
+    return sum(each.numel() for each in parameters)
 
 
 def _has_more_than_linears(module: nn.Module) -> bool:

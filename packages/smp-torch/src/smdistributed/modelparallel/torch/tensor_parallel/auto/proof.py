@@ -1,8 +1,9 @@
 """Whether slices of a module compute what the whole module does: tried, with random numbers.
 
-The output of the whole must be the sum of those of the slices, or these side by side. Then autograd
-gives the right gradients too: those of weights and inputs are the sums over the ranks. Code may
-change them, so those of the input are compared.
+The output of the whole must be the sum of those of the slices, their mean, or these side by side;
+or, where they have summed what code goes on with, that of each. Then autograd gives the right
+gradients too: those of weights and inputs are the sums over the ranks. Code may change them, so
+those of the input are compared.
 
 It is computed in double precision, so that a wrong split stands out of rounding, whatever processor
 adds up; what rounding moves is measured, see ``rounding``. Code that has single precision written
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,9 +38,21 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import (
     activation_in,
     tensors_kept_in,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
+    SAME,
+    RefutedError,
+    kind_of,
+    kinds_of,
+    split_dim,
+    weights_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
 from smdistributed.modelparallel.torch.tensor_parallel.auto.shrinking import shrunk
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_sums import (
+    PausedError,
+    TrialSums,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 from smdistributed.modelparallel.torch.tensor_parallel.module import (
     DistributedModule,
@@ -58,14 +71,6 @@ _LARGER = (8.0, 100.0)
 _MEASURED = 2
 #: Of the numbers that are tried, until some tell something.
 _SEEDS = 1, 2, 3
-#: An output that every rank has alike.
-SAME = "same"
-#: An output that is a sum over the ranks.
-SUM = "sum"
-
-
-class RefutedError(Exception):
-    """Slices do not compute what the whole does; says why."""
 
 
 class _NoTrialError(RefutedError):
@@ -82,7 +87,7 @@ class Proof:
 
     Attributes:
         outputs: of each tensor of the result: the dim along which ranks have slices, or ``SUM``,
-            or ``SAME``.
+            ``MEAN``, ``COMMON`` or ``SAME``.
         draws: of each dropout, the dim along which its input is split; None if it is whole.
         read: the attributes that its modules have read: name of the module, of the attribute. Of
             one in which these are the same, the rest being equal, it is a proof, too.
@@ -252,8 +257,7 @@ class _Trial:
         if known is None and any(map(tolerance.is_vague, range(len(wanted)))):
             raise _VagueError("rounding alone changes its numbers so much that nothing is proven")
         results, shapes = [], []
-        for rank in range(self.size):
-            found, dropped, kept_of_slice = self._tried_in_slices(rank, arguments, read)
+        for found, dropped, kept_of_slice in self._tried_by_all(arguments, read):
             for place, own in enumerate(kept, number):
                 if own not in kept_of_slice or not tolerance.holds(place, kept_of_slice[own]):
                     _check_kept(own)
@@ -262,11 +266,12 @@ class _Trial:
         if any(found.structure != expected.structure for found in results):
             raise RefutedError("its slices return something else")
         outputs = tuple(
-            _kind(
+            kind_of(
                 [found.tensors[place] for found in results],
                 want,
                 functools.partial(tolerance.holds, place),
                 None if known is None else known.outputs[place],
+                kinds_of(self.plan),
             )
             for place, want in enumerate(expected.tensors)
         )
@@ -274,14 +279,13 @@ class _Trial:
             raise RefutedError("its result does not come from what is split")
         if any(len(each) != len(drawn) for each in shapes):
             raise RefutedError("its slices draw at other places")
-        parts = [
-            _gradients(source, found.tensors, _weights_of(rank, self.size, outputs, weights))
-            for rank, found in enumerate(results)
-        ]
-        for place, each in enumerate(zip(*parts, strict=True), len(outputs)):
-            if not tolerance.holds(place, sum(each[1:], each[0])):
+        every = [each for found in results for each in found.tensors]
+        ranks = range(self.size)
+        theirs = [each for n in ranks for each in weights_of(n, self.size, outputs, weights)]
+        for place, each in enumerate(_gradients(source, every, theirs), len(outputs)):
+            if not tolerance.holds(place, each):
                 raise RefutedError("code or a hook in it changes gradients")
-        split = [_split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
+        split = [split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
         return Proof(outputs, tuple(split), frozenset(read))
 
     def _weights_like(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -311,13 +315,28 @@ class _Trial:
             now = tensors_kept_in(self.whole)
             yield [*results, *gradients, *(now.get(place, each) for place, each in kept.items())]
 
+    def _tried_by_all(self, arguments: Any, read: set[tuple[str, str]]) -> list[_OfSlices]:
+        """Returns what the slices of each rank give, which may have made sums between them."""
+        sums = TrialSums()
+        while True:
+            found = []
+            for rank in range(self.size):
+                with contextlib.suppress(PausedError):
+                    found.append(self._tried_in_slices(rank, arguments, read, sums))
+            try:
+                if not sums.go_on(self.size):
+                    return found
+            except ValueError as error:
+                raise RefutedError(str(error)) from error
+
     def _tried_in_slices(
-        self, rank: int, arguments: Any, read: set[tuple[str, str]]
-    ) -> tuple[Call, list[tuple[int, ...]], dict[str, torch.Tensor]]:
+        self, rank: int, arguments: Any, read: set[tuple[str, str]], sums: TrialSums
+    ) -> _OfSlices:
+        sums.begin()
         part = copied_with(self.whole, _as_it_is, torch.clone)
         with distributed_modules_in(_Pretended(self.size, rank)):
             gate = cut(part, self.plan, self.size, functools.partial(_slice, rank))
-            gate.is_open = True
+            gate.is_open, gate.add_up = True, sums.add_up
             with (
                 Reads(_owners(part), gate.is_used_by) as reads,
                 state_reads.noted(part) as read_of_part,
@@ -327,6 +346,10 @@ class _Trial:
             if reads.found:
                 raise RefutedError(f"its code reads {reads.found[0]} by itself")
         return *result, tensors_kept_in(part)
+
+
+#: What slices give, the shapes of what they drop from, and what they keep.
+_OfSlices = tuple[Call, list[tuple[int, ...]], dict[str, torch.Tensor]]
 
 
 def _check_kept(place: str | None) -> None:
@@ -354,21 +377,6 @@ def _gradients(
     of, by = zip(*pairs, strict=True)
     (found,) = torch.autograd.grad(of, source, by, allow_unused=True)
     return [torch.zeros_like(source) if found is None else found]
-
-
-def _weights_of(
-    rank: int, size: int, outputs: Sequence[int | str], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Returns what gradients come to the slices of one rank."""
-    found = []
-    for kind, weight in zip(outputs, weights, strict=True):
-        if kind == SUM:
-            found.append(weight)
-        elif kind == SAME:  # one rank uses its own
-            found.append(weight if rank == 0 else torch.zeros_like(weight))
-        else:
-            found.append(weight.chunk(size, int(kind))[rank])
-    return found
 
 
 def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]]]:
@@ -429,40 +437,3 @@ def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> 
         made._parameters[each] = nn.Parameter(
             whole.detach(), requires_grad=linear.get_parameter(each).requires_grad
         )
-
-
-def _kind(
-    parts: list[torch.Tensor],
-    whole: torch.Tensor,
-    is_near: Callable[[torch.Tensor], bool],
-    known: int | str | None,
-) -> int | str:
-    """Returns what slices of a result make it; what is known is confirmed."""
-    if all(part.shape == whole.shape for part in parts):
-        is_sum = whole.is_floating_point() and is_near(sum(parts[1:], parts[0]))
-        if known in (None, SUM) and is_sum:
-            return SUM
-        if known in (None, SAME) and all(map(is_near, parts)):
-            return SAME
-        raise RefutedError("the sum of what its slices give differs from what it gives whole")
-    dim = _split_dim(tuple(whole.shape), [tuple(part.shape) for part in parts])
-    assert dim is not None
-    if known not in (None, dim) or not is_near(torch.cat(parts, dim)):
-        raise RefutedError("what its slices give differs from what it gives whole")
-    return dim
-
-
-def _split_dim(whole: tuple[int, ...], parts: list[tuple[int, ...]]) -> int | None:
-    """Returns the dim along which equal parts make a whole; None if each is one.
-
-    Raises:
-        RefutedError: neither.
-    """
-    if all(part == whole for part in parts):
-        return None
-    for dim in range(len(whole)):
-        sizes = list(whole)
-        sizes[dim] //= len(parts)
-        if all(part == tuple(sizes) for part in parts) and sizes[dim] * len(parts) == whole[dim]:
-            return dim
-    raise RefutedError(f"its slices have shapes {parts}, which do not make {whole}")

@@ -1,4 +1,4 @@
-"""Which linear maps of a module read its arguments, and which read what others made."""
+"""Which linear maps and attentions of a module read its arguments, and which each other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import tensors_in
-from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_map, sizes_of
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
+    is_attention,
+    is_map,
+    sizes_of,
+)
 
 Names = frozenset[str]
 Sizes = tuple[int, ...]
@@ -21,7 +25,8 @@ Sizes = tuple[int, ...]
 class Origins(TorchFunctionMode):
     """Follows, in one call of a module, what tensors were computed from: the last linear maps.
 
-    A guess, which a proof follows: what views share memory is not followed.
+    An attention of torch counts as one. A guess, which a proof follows: what views share memory
+    is not followed.
 
     Args:
         module: that is called.
@@ -42,7 +47,7 @@ class Origins(TorchFunctionMode):
         self._starts: dict[str, set[int]] = {}
         self._kept: list[torch.Tensor] = []  # ids stay theirs
         for name, each in module.named_modules():
-            if is_map(each):
+            if is_map(each) or is_attention(each):
                 self._watch(name, each)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,8 +77,10 @@ class Origins(TorchFunctionMode):
             given = tensors_in((args, kwargs))
             read: Names = frozenset().union(*map(self.of, given))
             self.read_by[name] = self.read_by.get(name, frozenset()) | read
-            self._note(result, frozenset({name}))
-            self._channels[id(result)] = name, sizes_of(linear)[1]
+            for each in tensors_in(result):
+                self._note(each, frozenset({name}))
+            if is_map(linear):
+                self._channels[id(result)] = name, sizes_of(linear)[1]
 
         linear.register_forward_hook(called, with_kwargs=True)
 

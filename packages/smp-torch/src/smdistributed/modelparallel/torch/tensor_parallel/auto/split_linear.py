@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,21 @@ from torch import nn
 from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import added_up
 from smdistributed.modelparallel.torch.tensor_parallel.gathered_linear import sliced_linear
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 from smdistributed.modelparallel.torch.tensor_parallel.once import differentiated_by, no_further
+
+
+class Leaves(enum.Enum):
+    """What a linear map gives that is split along its inputs."""
+
+    #: The own share, where all that leaves the module is a sum.
+    PART_OF_SUM = enum.auto()
+    #: So many times the own share as there are ranks, where what every rank has whole is added.
+    PART_OF_MEAN = enum.auto()
+    #: The sum, of the shares of all ranks.
+    SUM = enum.auto()
 
 
 class Gate:
@@ -23,6 +36,7 @@ class Gate:
         is_whole: each rank computes its own call by itself, with whole weights.
         is_used: a slice is being applied, by the module that has it.
         left_empty: the cache that was given last, and that nothing was put in.
+        add_up: returns the sum of what the slices of all ranks give, from the group and the own.
     """
 
     def __init__(self) -> None:
@@ -30,6 +44,7 @@ class Gate:
         self.is_whole = False
         self.is_used = False
         self.left_empty: Callable[[], object] = lambda: None
+        self.add_up = added_up
 
     def is_used_by(self, name: str) -> bool:
         """Whether a slice is being applied; only one at a time is."""
@@ -40,7 +55,7 @@ class SplitLinear(DistributedModule, is_part=True):
     """Stands for a linear map in a module that was split by ``auto=True``.
 
     Split along its outputs it gives the own channels; along its inputs, a share of the sum, to
-    which every rank adds an equal share of the bias.
+    which every rank adds an equal share of the bias, or what ``leaves`` says of these shares.
 
     Shape: ``(..., in)`` to ``(..., out)``, of which one is divided by ``tp_size``.
 
@@ -51,6 +66,7 @@ class SplitLinear(DistributedModule, is_part=True):
         split: "outputs" or "inputs".
         sections: what is fused in the outputs that are split, as sizes; none where nothing is.
         is_transposed: the weight is (in, out).
+        leaves: what it gives if it is split along its inputs.
     """
 
     def __init__(
@@ -62,12 +78,14 @@ class SplitLinear(DistributedModule, is_part=True):
         *,
         sections: Sequence[int] = (),
         is_transposed: bool = False,
+        leaves: Leaves = Leaves.PART_OF_SUM,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
         self.split = split
         self.is_transposed = is_transposed
+        self.leaves = leaves
         self.gate = Gate()
         shape = (in_features, out_features) if is_transposed else (out_features, in_features)
         dim = int((split == "inputs") != is_transposed)
@@ -105,12 +123,14 @@ class SplitLinear(DistributedModule, is_part=True):
         if self.split == "outputs":
             return sliced_linear(group, given, weight, self.bias)
         share = sliced_linear(group, given, weight)
-        if self.bias is None:
-            return share
-        part: torch.Tensor = _Portion.apply(  # type: ignore[no-untyped-call]
-            self.bias, 1 / group.size, group.share_of_gradient
-        )
-        return share + part.to(share.dtype)
+        if self.bias is not None:
+            part: torch.Tensor = _Portion.apply(  # type: ignore[no-untyped-call]
+                self.bias, 1 / group.size, group.share_of_gradient
+            )
+            share = share + part.to(share.dtype)
+        if self.leaves is Leaves.SUM:
+            return self.gate.add_up(group, share)
+        return share * group.size if self.leaves is Leaves.PART_OF_MEAN else share
 
     def _applied_whole(self, given: torch.Tensor) -> torch.Tensor:
         weight = self.whole_of("weight")

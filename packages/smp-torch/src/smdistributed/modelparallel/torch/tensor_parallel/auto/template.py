@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import copied
-from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_map
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_attention, is_map
 
 #: After so many random numbers those of a large weight repeat: to draw all takes minutes for a
 #: large model. A prime, so that neither rows nor columns nor slices are alike.
@@ -30,6 +30,7 @@ class Template:
 
     Attributes:
         linears: the linear maps in it, by name.
+        attentions: torch's attentions in it, by name.
         shared: the names of modules in it that others have too.
     """
 
@@ -44,7 +45,9 @@ class Template:
             return value_of(buffer).detach().to("cpu", copy=True)
 
         self._module = copied_with(module, shape_of, kept)
-        self.linears = {name: each for name, each in self._module.named_modules() if is_map(each)}
+        inner: dict[str, Any] = dict(self._module.named_modules())
+        self.linears = {name: each for name, each in inner.items() if is_map(each)}
+        self.attentions = {name: each for name, each in inner.items() if is_attention(each)}
 
     @property
     def module(self) -> nn.Module:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import RefutedError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import RefutedError
 from smdistributed.modelparallel.torch.tensor_parallel.experts.spread import TAKEN
 from smdistributed.modelparallel.torch.tensor_parallel.experts.stack import Stack, find_stack
 
