@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.compat.private.modes import TorchDispatchMode
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
-from smdistributed.modelparallel.torch.record.costs.pass_tape import PassTape
+from smdistributed.modelparallel.torch.record.costs.tape_writer import TapeWriter
 from smdistributed.modelparallel.torch.tensors.nested import tensors_in
 
 #: Of a rank's part.
@@ -25,7 +25,7 @@ class _Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tape = PassTape({})
+        self.tape = TapeWriter({})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -42,7 +42,7 @@ def test_a_sum_on_a_host_lays_parts_side_by_side(device: str, parts: int) -> Non
         found = collectives.scatter_sum(tensor, [ROWS, ROWS])
     assert found.shape == (ROWS, WIDTH)
     assert found.device.type == device
-    whole = noting.tape.memory([(0, noting.tape.num_operations)])
+    whole = noting.tape.tape().memory([(0, noting.tape.num_operations)])
     assert whole.forward == parts * PART
 
 
