@@ -304,7 +304,8 @@ def outcome(kind: Callable[[Case], Training], case: Case) -> str:
         text = str(error)
         if "did not answer" in text or "timed out" in text:
             return "hanging"
-        is_clear = "the ranks of a tensor-parallel group must" in text or "model.backward" in text
+        clear = "the ranks of a tensor-parallel group must", "model.backward", "slices were proven"
+        is_clear = any(words in text for words in clear)
         return "refused" if is_clear else f"unclear: {text[:300]}"
     except NoReferenceError:
         return "not in PyTorch"
