@@ -106,3 +106,16 @@ def test_a_backward_pass_with_code_of_the_users_is_not_timed() -> None:
             return found
 
     assert timed(Net()) is None
+
+
+def test_recurrent_kernels_are_not_called_without_what_their_forward_pass_noted() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.LSTM(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x[None])[0]
+            return found
+
+    assert timed(Net()) is None

@@ -27,7 +27,7 @@ from smdistributed.modelparallel.common.search.devices import device_like
 from smdistributed.modelparallel.torch.planning.timing import beside, seconds_of, tensor_like
 from smdistributed.modelparallel.torch.record.costs.tape_writer import TapeWriter
 from smdistributed.modelparallel.torch.record.costs.work import Operand, Operation, Operations
-from smdistributed.modelparallel.torch.tensors.nested import fill
+from smdistributed.modelparallel.torch.tensors.nested import fill, placeholders
 from smdistributed.modelparallel.torch.tensors.spec import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class TimedTape:
 def timed_tape(
     writer: TapeWriter, operations: Operations, device: torch.device
 ) -> TimedTape | None:
-    """Times a microbatch; returns None if its backward pass is not known.
+    """Times a microbatch; returns None if its backward pass is not known, or cannot run by itself.
 
     Args:
         writer: has taken note of its operations.
@@ -85,7 +85,8 @@ def timed_tape(
         device: to time them on.
     """
     tape = writer.backward.tape()
-    if not tape.positions:
+    later = (operations.known[name] for name in writer.backward.names if name)
+    if not tape.positions or any(map(_is_given_bytes, later)):
         return None
     sums = {at: _name_of_sum(spec, operations) for at, spec in writer.backward.sums}
     backward_names = [
@@ -127,6 +128,15 @@ def _at_rest(device: torch.device) -> Any:
                 yield
         finally:
             torch.set_num_threads(num_threads)
+
+
+def _is_given_bytes(operation: Operation) -> bool:
+    """Whether an operation reads what another one has noted for it, as recurrent kernels do.
+
+    With numbers of no meaning in its place it would end the process.
+    """
+    given = placeholders((operation.args, operation.kwargs), Operand)
+    return any(operand.spec.dtype is torch.uint8 for operand in given)
 
 
 def _is_product(operations: Operations, name: str) -> bool:
