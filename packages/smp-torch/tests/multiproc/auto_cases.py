@@ -5,6 +5,7 @@ Long, since it is one list of models and cases.
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import re
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from world import generator
 
 import smdistributed.modelparallel.torch as smp
@@ -159,6 +161,38 @@ class Turned(nn.Module):
         return x + self.inner(x.transpose(0, 1).contiguous().transpose(0, 1))
 
 
+class CheckpointedInside(nn.Module):
+    """Two layers in one module, of which it has torch compute parts again."""
+
+    def __init__(self, again: str, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)])
+        self.second = nn.ModuleList([nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)])
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(0.3)
+        self.again, self.use_reentrant = again, use_reentrant
+
+    def layer(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        one, other = self.get_submodule(name)
+        inner = self.dropout(one(self.norm(x)).tanh())
+        return x + self.dropout(other(inner))
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layer("second", self._layer("first", x))
+
+    def _layer(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        layer = functools.partial(self.layer, name=name)
+        return self._called(layer, x) if self.again == name else layer(x)
+
+    def _called(self, part: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant is None:
+            return part(x)
+        found: torch.Tensor = checkpoint(part, x, use_reentrant=self.use_reentrant)
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._called(self.both, x) if self.again == "both" else self.both(x)
+
+
 class Dropping(Own):
     """Has a last block that goes by how its input lies in memory."""
 
@@ -268,6 +302,34 @@ def checkpointed() -> None:
     assert losses[0] == losses[1]
     for name, gradient in gradients[0].items():
         tensor_cases.assert_close(gradients[1][name], gradient, name)
+
+
+def checkpointed_inside() -> None:
+    """What code in a group checkpoints uses slices again, sums and draws as it did."""
+
+    @smp.step
+    def train(model: Any, states: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(states).square().mean()
+        model.backward(loss)
+        return loss
+
+    for again in ("second", "both"):
+        found = []
+        for use_reentrant in (None, False, True):
+            gc.collect()  # models that still live have a place in the keys of random numbers
+            make = functools.partial(CheckpointedInside, again, use_reentrant)
+            model = smp.DistributedModel(split(lambda make=make: nn.Sequential(make()), 4))
+            assert isinstance(model.get_module()[0], ClosedGroup)
+            torch.manual_seed(smp.tp_rank())
+            states = torch.randn(4, 3, WIDTH).requires_grad_()
+            loss = train(model, states).reduce_mean()
+            gradients = {key: each.grad for key, each in model.local_named_parameters()}
+            found.append((loss, gradients))
+            del model
+        for loss, gradients in found[1:]:
+            assert loss == found[0][0]
+            for name, gradient in gradients.items():
+                tensor_cases.assert_close(gradient, found[0][1][name], f"{again}: {name}")
 
 
 def delayed() -> None:
@@ -884,8 +946,9 @@ def given() -> None:
 BEHAVIOUR = {
     each.__name__: each
     for each in (
-        *(kinds, torchs_encoder, refused, excluded, checkpointed, delayed, sampled, kept_whole),
+        *(kinds, torchs_encoder, refused, excluded, checkpointed, checkpointed_inside, delayed),
+        *(sampled, kept_whole),
         *(numbered, agreed, told, activations_shared, called_alike, compiled, given),
     )
 }
-PIPELINED = {each.__name__: each for each in (checkpointed, delayed)}
+PIPELINED = {each.__name__: each for each in (checkpointed, checkpointed_inside, delayed)}

@@ -304,7 +304,7 @@ def outcome(kind: Callable[[Case], Training], case: Case) -> str:
         text = str(error)
         if "did not answer" in text or "timed out" in text:
             return "hanging"
-        clear = "the ranks of a tensor-parallel group must", "model.backward", "slices were proven"
+        clear = "the ranks of a tensor-parallel group must", "model.backward"
         is_clear = any(words in text for words in clear)
         return "refused" if is_clear else f"unclear: {text[:300]}"
     except NoReferenceError:

@@ -18,6 +18,7 @@ from smdistributed.modelparallel.torch.optimizer.checks import optimizers_checke
 from smdistributed.modelparallel.torch.random.keys import repeatable_checkpoints
 from smdistributed.modelparallel.torch.runtime.runtime import start
 from smdistributed.modelparallel.torch.stepping.compiling import compiled_inside
+from smdistributed.modelparallel.torch.tensor_parallel.auto.inside import computing_when_recomputed
 from smdistributed.modelparallel.torch.tensor_parallel.module import distributed_modules_in
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import guarded_when_recomputed
 
@@ -50,6 +51,7 @@ def init(config: Mapping[str, object] | str | os.PathLike[str] | None = None) ->
         runtime.replacements.enter_context(repeatable_checkpoints(runtime.random))
         if runtime.topology.tp_size > 1:
             runtime.replacements.enter_context(guarded_when_recomputed())
+            runtime.replacements.enter_context(computing_when_recomputed())
         if runtime.tensor_group.passes is not None:
             runtime.replacements.enter_context(runtime.tensor_group.passes.noting_checkpoints())
         runtime.replacements.enter_context(additions_adopted(runtime))

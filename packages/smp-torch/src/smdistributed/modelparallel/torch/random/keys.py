@@ -342,9 +342,11 @@ class StepRandom:
         calls = before.copy()
         entered = self.entered[-1] if self.entered else None
         draws = entered.copy() if isinstance(entered, DrawByDraw) else None
+        lane = self._lane
 
         def repeat(*args: Any, **kwargs: Any) -> Any:
             former, self._repeated_calls = self._repeated_calls, calls.copy()
+            former_lane, self._lane = self._lane, lane
             mode = None if draws is None else draws.copy()
             self.entered.append(mode)
             try:
@@ -352,7 +354,7 @@ class StepRandom:
                     return function(*args, **kwargs)
             finally:
                 self.entered.pop()
-                self._repeated_calls = former
+                self._repeated_calls, self._lane = former, former_lane
 
         return repeat
 

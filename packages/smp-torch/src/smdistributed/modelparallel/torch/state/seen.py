@@ -48,6 +48,9 @@ class SeenState:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._look_at(module)
+
+    def _look_at(self, module: nn.Module) -> None:
         self._modules = dict(module.named_modules())
         self._before: dict[Name, list[Any]] = {}
         self._read: Collection[Name] = ()
@@ -61,6 +64,13 @@ class SeenState:
     def __getstate__(self) -> dict[str, Any]:
         """A copy of the module has other containers, which are looked for when it is asked."""
         return {**vars(self), "_places": None}
+
+    def look_again(self) -> None:
+        """Takes the state as it is now for the one that was seen, of which nothing is read yet.
+
+        It is the same object afterwards: to assign another would change the module.
+        """
+        self._look_at(self._modules[""])
 
     def read(self, read: Collection[Name]) -> None:
         """Takes what proofs have read for what counts."""

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.utils import checkpoint as native_checkpoint
 
 #: (function, ...) -> what runs before its call, then after it
@@ -56,3 +57,32 @@ def checkpointing_replaced(
             del function.apply
         else:
             function.apply = own
+
+
+@contextlib.contextmanager
+def checkpointing_left_out() -> Iterator[None]:
+    """Inside, what code checkpoints is called, and nothing is computed again."""
+
+    def around(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    def reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        with as_reentrant(args):
+            return function(*args)
+
+    with checkpointing_replaced(lambda *_: (around, reentrant)):
+        yield
+
+
+def as_reentrant(args: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    """Inside, a checkpointed function is called as with ``use_reentrant=True``.
+
+    No gradient reaches it but through the tensors that it is given.
+
+    Args:
+        args: what it is given.
+    """
+    return torch.set_grad_enabled(
+        torch.is_grad_enabled()
+        and any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)
+    )

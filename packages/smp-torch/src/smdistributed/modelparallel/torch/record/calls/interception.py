@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.backward import hooks_of_nodes_seen
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
+    as_reentrant,
     checkpointing_replaced,
     stops_early,
 )
@@ -141,11 +142,7 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
             yield
 
     def reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        # As this kind does it: no gradient reaches the function but through these tensors.
-        differentiable = torch.is_grad_enabled() and any(
-            isinstance(each, torch.Tensor) and each.requires_grad for each in args
-        )
-        with torch.set_grad_enabled(differentiable), listener.checkpointed(Again.REENTRANT):
+        with as_reentrant(args), listener.checkpointed(Again.REENTRANT):
             return function(*args)
 
     with checkpointing_replaced(lambda *_: (around, reentrant)):

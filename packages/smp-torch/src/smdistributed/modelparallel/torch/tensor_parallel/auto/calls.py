@@ -25,7 +25,7 @@ class TensorForm:
     dtype: torch.dtype
 
     @property
-    def key(self) -> object:
+    def key(self) -> tuple[torch.dtype, tuple[bool, ...]]:
         """What calls must have in common that are computed in one way; sizes may differ."""
         return self.dtype, tuple(size == 1 for size in self.shape)
 

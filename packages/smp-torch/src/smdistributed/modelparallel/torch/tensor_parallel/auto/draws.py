@@ -117,6 +117,12 @@ class SplitDraws(TorchFunctionMode):
         self._size, self._rank = size, rank
         self._number = 0
 
+    def copy(self) -> SplitDraws:
+        """Returns one that goes on from where this one is."""
+        other = SplitDraws(self._dims, self._size, self._rank)
+        other._number = self._number
+        return other
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _DROPOUTS:

@@ -44,6 +44,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import (
     seeded,
     seeds_of_calls,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.inside import computing
 from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import copied
 from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     averaged,
@@ -74,12 +75,14 @@ class Found:
         plan: what of it is split.
         template: to prove other forms of calls with.
         proofs: of the forms of calls that were seen.
+        recorded: of those that were recorded alone, of which ranks have not told each other.
         kin: what was found of modules of the same plan, this one included.
     """
 
     plan: Plan
     template: Template
-    proofs: dict[object, Proof] = field(default_factory=dict)
+    proofs: dict[Key, Proof] = field(default_factory=dict)
+    recorded: dict[Key, Proof] = field(default_factory=dict)
     kin: list[Found] = field(default_factory=list, repr=False, compare=False)
 
     @property
@@ -96,11 +99,11 @@ class Found:
         self.kin.append(other)
         return other
 
-    def _known(self, key: object) -> Proof | None:
+    def _known(self, key: Key) -> Proof | None:
         """Returns the proof for a form of calls of a module that is alike."""
         own = self.template.module
         for each in self.kin:
-            proof = each.proofs.get(key)
+            proof = each.proofs.get(key) or each.recorded.get(key)
             if proof is not None and are_alike(each.template.module, own, proof.read):
                 return proof
         return None
@@ -114,19 +117,40 @@ class Found:
         grad_enabled = torch.is_grad_enabled()
         key = key_of(lane.call, lane.forms, training=training, grad_enabled=grad_enabled)
         if key not in self.proofs:
-            self.template.module.train(training)
-            try:
-                self.proofs[key] = self._known(key) or prove(
-                    *(self.template, self.plan, size, lane.call, lane.forms),
-                    grad_enabled=grad_enabled,
-                )
-            except RefutedError as error:
-                raise SMPError(
-                    f"{who} was split, and is called in a way in which its slices do not compute "
-                    f"what it computes whole: {error}. Exclude it: "
-                    "smp.set_tensor_parallelism(module, enabled=False)."
-                ) from error
+            self.proofs[key] = self._proven(key, who, size, lane, training=training)
         return self.proofs[key]
+
+    def proof_for_shapes(self, who: str, size: int, lane: LaneCall, *, training: bool) -> Proof:
+        """Returns a proof for a call of which this rank makes the shapes alone.
+
+        One of calls with as many dims will do, as the call itself is proven when it is made.
+
+        Raises:
+            SMPError: slices do not compute what the whole does.
+        """
+        grad_enabled = torch.is_grad_enabled()
+        key = key_of(lane.call, lane.forms, training=training, grad_enabled=grad_enabled)
+        known = {**self.recorded, **self.proofs}
+        if key in known:
+            return known[key]
+        found = next((proof for each, proof in known.items() if each.dims == key.dims), None)
+        if found is None:
+            found = self.recorded[key] = self._proven(key, who, size, lane, training=training)
+        return found
+
+    def _proven(self, key: Key, who: str, size: int, lane: LaneCall, *, training: bool) -> Proof:
+        self.template.module.train(training)
+        try:
+            return self._known(key) or prove(
+                *(self.template, self.plan, size, lane.call, lane.forms),
+                grad_enabled=torch.is_grad_enabled(),
+            )
+        except RefutedError as error:
+            raise SMPError(
+                f"{who} was split, and is called in a way in which its slices do not compute "
+                f"what it computes whole: {error}. Exclude it: "
+                "smp.set_tensor_parallelism(module, enabled=False)."
+            ) from error
 
     def follow(self, who: str, module: nn.Module, changed: Sequence[tuple[str, str]]) -> None:
         """Takes over to the template what a script has changed since; nothing is proven then.
@@ -166,20 +190,39 @@ class Found:
             else:
                 is_shared = type(value).__name__.endswith("Config")  # see ``copied_with``
                 vars(own)[attribute] = value if is_shared else copied(value, {})
-        self.proofs = {}
+        self.proofs, self.recorded = {}, {}
 
     def proof_like(self, result: Call, otherwise: Proof) -> Proof:
         """Returns one of calls that have as many tensors in their result."""
         number = len(result.paths)
-        known = [each for each in self.proofs.values() if len(each.outputs) == number]
-        return otherwise if otherwise in known else next(iter(known), otherwise)
+        known = [otherwise, *self.proofs.values()]
+        return next((each for each in known if len(each.outputs) == number), otherwise)
 
 
-def key_of(
-    call: Call, forms: Sequence[TensorForm], *, training: bool, grad_enabled: bool
-) -> object:
+@dataclass(frozen=True)
+class Key:
+    """What calls have in common that one proof serves.
+
+    Attributes:
+        structure: of what a call is given.
+        forms: of its tensors.
+        training, grad_enabled: how it is made.
+    """
+
+    structure: str
+    forms: tuple[tuple[torch.dtype, tuple[bool, ...]], ...]
+    training: bool
+    grad_enabled: bool
+
+    @property
+    def dims(self) -> object:
+        """What calls have in common whose results have their parts along the same dims."""
+        return self.structure, [(dtype, len(sizes)) for dtype, sizes in self.forms]
+
+
+def key_of(call: Call, forms: Sequence[TensorForm], *, training: bool, grad_enabled: bool) -> Key:
     """Returns what calls have in common that one proof serves."""
-    return call.structure, tuple(form.key for form in forms), training, grad_enabled
+    return Key(call.structure, tuple(form.key for form in forms), training, grad_enabled)
 
 
 class Lane(nn.Module):
@@ -266,11 +309,8 @@ class ClosedGroup(DistributedModule):
             with seeded(seeds[number]), contextlib.ExitStack() as stack:
                 if group.random is not None:
                     stack.enter_context(group.random.computing_for(number, place))
-                self._smp_gate.is_open = True
-                try:
-                    return Call(compute(draws, own_args, own_kwargs))
-                finally:
-                    self._smp_gate.is_open = False
+                stack.enter_context(computing(self, self._smp_gate, draws))
+                return Call(compute(draws, own_args, own_kwargs))
 
         results = {} if sums else {group.rank: computed(group.rank, tensors_of.own)}
         if not group.is_prescaled:
@@ -346,7 +386,10 @@ class ClosedGroup(DistributedModule):
             makes_shapes=makes_shapes,
         )
         if makes_shapes:
-            return lanes, [self._proof_for_shapes(lane) for lane in lanes]
+            proof = self._smp_found.proof_for_shapes(
+                self.place, self.tensor_group.size, lanes[0], training=self.training
+            )
+            return lanes, [proof] * len(lanes)
         return lanes, self._proofs(lanes, changed, has_any_changed=has_any_changed)
 
     def _own(self, results: list[Call], proofs: list[Proof]) -> Any:
@@ -404,18 +447,13 @@ class ClosedGroup(DistributedModule):
             found.proofs, error = former, failure
         same_verdict(group, self.place, f"{[(each.outputs, each.draws) for each in proofs]}", error)
         if changed:
-            self._smp_seen = SeenState(self)
+            self._smp_seen.look_again()
         self._smp_seen.read(found.read)
         return proofs
 
-    def _key_of(self, lane: LaneCall) -> object:
+    def _key_of(self, lane: LaneCall) -> Key:
         enabled = torch.is_grad_enabled()
         return key_of(lane.call, lane.forms, training=self.training, grad_enabled=enabled)
-
-    def _proof_for_shapes(self, lane: LaneCall) -> Proof:
-        """Returns a proof of a call that cannot be proven, as it is recorded; the real one will."""
-        proofs = self._smp_found.proofs
-        return proofs.get(self._key_of(lane)) or next(iter(proofs.values()))
 
 
 #: Attributes that a closed group has besides its own.

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.compat.private.checkpointing import checkpointing_left_out
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.state import reads as state_reads
@@ -389,7 +390,8 @@ def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]
     before = torch.get_rng_state()
     noted = NotedDraws()
     try:
-        with noted:
+        # What is computed again is what it was, so that is no part of what slices are tried for.
+        with checkpointing_left_out(), noted:
             result = Call(module(*args, **kwargs))
     except SMPError as error:
         raise RefutedError(str(error)) from error
