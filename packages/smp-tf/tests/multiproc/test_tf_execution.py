@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from tf_beside import assert_same
 from tf_execution import (
+    LARGE_ROWS,
     LAYERS,
     STEPS,
     build,
     execute,
     held_up,
+    large,
     memory_of_variable,
+    num_laid,
     python_with_gradients,
     shapes,
     trace_and_drop,
@@ -66,6 +70,12 @@ def test_no_transfer_starts_before_a_batch_of_unknown_size_is_checked(worlds: Wo
     for count, early in worlds.run(TWO, transfers_before_checks):
         assert count > 0
         assert not early
+
+
+@pytest.mark.parametrize("rows", [MICROBATCHES * LARGE_ROWS, None])
+def test_what_is_large_goes_through_mailboxes(worlds: Worlds, rows: int | None) -> None:
+    assert_same(worlds, large, rows, world=TWO_BY_HAND)
+    assert all(worlds.run(TWO_BY_HAND, num_laid))
 
 
 def test_long_building_shows_on_one_rank_what_it_is_at(worlds: Worlds) -> None:

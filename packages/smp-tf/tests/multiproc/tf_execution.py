@@ -19,13 +19,17 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.framework.func_graph import FuncGraph
+from tf_beside import Found, Side, by_name
 from tf_models import PROBLEMS
-from tf_worlds import MICROBATCHES
+from tf_users import dense, model_of
+from tf_worlds import MICROBATCHES, library
 
 from smdistributed.modelparallel.common import whereabouts
 
 STEPS = 3
 LAYERS = 5
+#: Of a microbatch whose 256 numbers each go through a mailbox.
+LARGE_ROWS = 2048
 
 
 def counting(base: Any, counts: Counter[int]) -> Any:
@@ -172,6 +176,49 @@ def shapes() -> tuple[list[int], list[int]]:
         run(smp.step(body), rows)
         other.append(present())
     return first, other
+
+
+def large(side: Side, rows: int | None) -> Found:
+    """Computes gradients of a model whose halves exchange what is large.
+
+    Args:
+        side: where.
+        rows: of a batch, where a step is made for that; None if it takes any.
+    """
+
+    def call(model: Any, x: Any, training: Any) -> Any:
+        with side.part(0):
+            x = model.first(x)
+        with side.part(1):
+            return model.second(x)
+
+    model = model_of(side, call, first=dense("first", 256), second=dense("second", 1))
+
+    def body(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            y = model(x)
+            loss = tf.reduce_mean(tf.square(y - 0.3))
+        return tape.gradient(loss, model.trainable_variables), y
+
+    step = side.step(body)
+    step(tf.zeros([MICROBATCHES, 2]))  # it has its variables
+
+    @tf.function(input_signature=[tf.TensorSpec([rows, 2], tf.float32)])
+    def run(x: Any) -> Any:
+        gradients, y = step(x)
+        return [each.accumulate() for each in gradients], y.merge()
+
+    same, gradients = [], []
+    for seed in range(3):
+        values = np.random.default_rng(seed).uniform(-1, 1, [MICROBATCHES * LARGE_ROWS, 2])
+        gradients, y = run(tf.constant(values, tf.float32))
+        same.append(y)
+    return Found(same, by_name(model.trainable_variables, gradients))
+
+
+def num_laid() -> int:
+    """Returns how many places the mailbox of this process has come to have."""
+    return library().links.mailboxes.num_places
 
 
 def transfers_before_checks() -> tuple[int, list[str]]:

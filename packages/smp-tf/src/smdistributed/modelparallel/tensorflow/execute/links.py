@@ -1,6 +1,7 @@
 """Tensors between two processes, inside graphs, by TensorFlow's own collectives.
 
-From the memory of the host over gRPC, a broadcast in a group of two. From GPU to GPU by NCCL, which
+From the memory of the host over gRPC, a broadcast in a group of two; where both are on one host,
+what is large goes through a mailbox, and only its place so. From GPU to GPU by NCCL, which
 carries floating-point numbers: a sum with zeros, because TensorFlow lets a receiving broadcast
 write to memory that kernels started earlier may still use. Each transfer of a step function has a
 key of its own, the same on both sides. NCCL knows no keys: it pairs what the two sides start in one
@@ -9,10 +10,11 @@ order, one at a time, so that operations on GPUs are put in an order by ``in_ord
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow as tf
@@ -21,6 +23,14 @@ from smdistributed.modelparallel.common.errors import CommError, UnsupportedErro
 from smdistributed.modelparallel.common.groups import CommGroup
 from smdistributed.modelparallel.common.names_of_ranks import have, listed
 from smdistributed.modelparallel.tensorflow.compat import graphs, processes
+from smdistributed.modelparallel.tensorflow.compat.operations import unnoted
+from smdistributed.modelparallel.tensorflow.execute.lengths import (
+    LENGTHS,
+    emptied,
+    filled,
+    next_length,
+)
+from smdistributed.modelparallel.tensorflow.execute.mailboxes import Mailboxes
 from smdistributed.modelparallel.tensorflow.execute.waits import Waits
 
 _CARRIED = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
@@ -47,13 +57,10 @@ _ENDED = re.compile(r"smp: rank (\d+) has left the job")
 _LATE = re.compile(r"smp: rank (\d+) has waited too long for rank ([\d, ]+)")
 
 
-#: TensorFlow keeps the shape of a collective by its key. What has a shape that is known in the step
-#: only travels flat, filled up to one of these lengths, each of which has a key of its own: three
-#: between two powers of two, which is a quarter of filling at most.
-_LENGTHS = tuple(
-    sorted({max(1, part << power >> 2) for power in range(40) for part in (4, 5, 6, 7)})
-)
 _FIRST_OF_LENGTHS = 1 << 28
+#: What Python costs at both ends of a mailbox, TensorFlow takes for copies of about half of that.
+#: Where a shape is sent, a mailbox spares a message, whatever the size.
+_LAID_BYTES = 1 << 21
 #: Keys of sums are apart as well, those of each kind of group in a range of their own.
 _FIRST_SUM = 1 << 30
 _KEYS_OF_SUMS = 1 << 26
@@ -63,12 +70,14 @@ class Key(NamedTuple):
     """Names a transfer, the same on both sides.
 
     Attributes:
-        number: of the tensor; of its shape where that is sent.
+        number: of the tensor; of its shape, or its place, where that is sent.
         of_lengths: first of the keys of the tensor, one of which its length chooses; or None.
+        is_laid: goes through a mailbox where the receiver reads that of the sender.
     """
 
     number: int
     of_lengths: int | None
+    is_laid: bool
 
 
 class Links:
@@ -78,16 +87,19 @@ class Links:
         rank: global rank of this process.
         size: number of processes.
         has_gpu: every process has one.
+        mailboxes: of this process and those that it exchanges tensors with.
 
     Attributes:
         waits: counts them.
+        mailboxes: as given.
     """
 
-    def __init__(self, rank: int, size: int, has_gpu: bool) -> None:
+    def __init__(self, rank: int, size: int, has_gpu: bool, mailboxes: Mailboxes) -> None:
         self.waits = Waits(size)
         self._rank = rank
         self._size = size
         self._has_gpu = has_gpu
+        self.mailboxes = mailboxes
         self._newest: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._next_key = 0
         self._next_of_lengths = _FIRST_OF_LENGTHS
@@ -101,15 +113,16 @@ class Links:
         """
         self._next_key += 1
         if like.shape.is_fully_defined():
-            return Key(self._next_key, None)
+            num_bytes = like.shape.num_elements() * like.dtype.size
+            return Key(self._next_key, None, num_bytes >= _LAID_BYTES)
         if like.shape.rank is None:
             raise UnsupportedError(
                 f"{like.name} goes from one partition to another, but its number of dimensions is "
                 "not known before the step: give it one with tf.ensure_shape, or keep its reader "
                 "on the same partition."
             )
-        self._next_of_lengths += len(_LENGTHS)
-        return Key(self._next_key, self._next_of_lengths)
+        self._next_of_lengths += len(LENGTHS)
+        return Key(self._next_key, self._next_of_lengths, is_laid=True)
 
     @property
     def has_order(self) -> bool:
@@ -146,11 +159,13 @@ class Links:
         """Adds a send to the present graph; returns the operations, of which the last one sends.
 
         Shape: any of a known number of dimensions. One that is not known before the step goes
-            first, as int32 of (dimensions,).
+            first, as int32 of (dimensions,), unless it goes through a mailbox.
         """
+        if self._is_laid(key, tensor.dtype) and self.mailboxes.is_read_by(target):
+            return [self._send(self._laid(self._carried(tensor)), target, key.number)]
         if key.of_lengths is None:
             return [self._send(self._carried(tensor), target, key.number)]
-        flat, place = _filled(self._carried(tensor))
+        flat, place = filled(self._carried(tensor))
         return [
             self._send(tf.shape(tensor), target, key.number),
             self._send(flat, target, key.of_lengths + place),
@@ -165,7 +180,13 @@ class Links:
             the tensor, and the operation that receives it.
         """
         dtype = self._carrier(like.dtype)
-        if key.of_lengths is None:
+        if self._is_laid(key, like.dtype) and self.mailboxes.reads(source):
+            shape = tf.constant([1 + like.shape.rank], tf.int32)
+            received = self._taken(
+                self._receive(shape, tf.int64, source, key.number), dtype, source
+            )
+            operation = received.op
+        elif key.of_lengths is None:
             shape = tf.constant(like.shape.as_list(), tf.int32)
             received = self._receive(shape, dtype, source, key.number)
             operation = received.op
@@ -173,10 +194,10 @@ class Links:
             rank = like.shape.rank
             shape = self._receive(tf.constant([rank], tf.int32), tf.int32, source, key.number)
             shape.set_shape([rank])
-            length, place = _next_length(tf.reduce_prod(shape))
+            length, place = next_length(tf.reduce_prod(shape))
             flat = self._receive(length[tf.newaxis], dtype, source, key.of_lengths + place)
             operation = flat.op
-            received = _emptied(flat, shape)
+            received = emptied(flat, shape)
         received.set_shape(like.shape)
         return _as_dtype(received, like.dtype), operation
 
@@ -206,10 +227,10 @@ class Links:
             self._num_sums[kind] += 1
             sums = total = summed(tensor, key)
         else:
-            self._num_sums[kind] += len(_LENGTHS)
-            flat, length = _filled(tensor)
+            self._num_sums[kind] += len(LENGTHS)
+            flat, length = filled(tensor)
             sums = summed(flat, key + length)
-            total = _emptied(sums, tf.shape(tensor))
+            total = emptied(sums, tf.shape(tensor))
             total.set_shape(tensor.shape)
         if not tf.executing_eagerly() and self.needs_order(tensor):
             self.in_order([sums.op])
@@ -248,6 +269,17 @@ class Links:
 
         return self.waits.counted([source], [shape], receive)
 
+    def _is_laid(self, key: Key, dtype: Any) -> bool:
+        return key.is_laid and not self._by_nccl(self._carrier(dtype))
+
+    def _laid(self, tensor: Any) -> Any:
+        """Returns what the receiver is to know, once a tensor lies in the mailbox."""
+        return _by_python(self.mailboxes.lay, tensor, tf.int64)
+
+    def _taken(self, known: Any, dtype: Any, source: int) -> Any:
+        take = functools.partial(self.mailboxes.take, source, dtype=dtype.as_numpy_dtype)
+        return _by_python(take, known, dtype)
+
     def _sum(self, tensor: Any, size: int, group: int, key: Any, name: str = "smp_sum") -> Any:
         is_on_gpu = self._by_nccl(tensor.dtype)
         with tf.device("/GPU:0" if is_on_gpu else "/CPU:0"):
@@ -284,24 +316,12 @@ class Links:
         return 1 + min(self._rank, peer) * self._size + max(self._rank, peer)
 
 
-def _next_length(count: Any) -> tuple[Any, Any]:
-    """Returns the length to which a number of elements is filled up, and its place among all."""
-    lengths = tf.constant([each for each in _LENGTHS if each < 2**31], tf.int32)
-    place = tf.searchsorted(lengths, count[tf.newaxis])[0]
-    return tf.gather(lengths, place), place
-
-
-def _filled(tensor: Any) -> tuple[Any, Any]:
-    """Returns a tensor flat and filled up, and the place of its length among all."""
-    flat = tf.reshape(tensor, [-1])
-    count = tf.size(flat)
-    length, place = _next_length(count)
-    return tf.pad(flat, [[0, length - count]]), place
-
-
-def _emptied(flat: Any, shape: Any) -> Any:
-    """Returns what was ``_filled``."""
-    return tf.reshape(flat[: tf.reduce_prod(shape)], shape)
+def _by_python(function: Callable[[Any], Any], tensor: Any, dtype: Any) -> Any:
+    """Returns what a function makes of an array, in no order with other Python of the graph."""
+    with unnoted(), tf.device("/CPU:0"):
+        made = tf.numpy_function(function, [tensor], dtype)
+    graphs.keep(made.graph, [made.op])
+    return made
 
 
 def _as_dtype(tensor: Any, dtype: Any) -> Any:

@@ -45,6 +45,7 @@ from smdistributed.modelparallel.tensorflow.compat import autograph, processes
 from smdistributed.modelparallel.tensorflow.compat.gradients import requests_noted
 from smdistributed.modelparallel.tensorflow.compat.variables import checked_access
 from smdistributed.modelparallel.tensorflow.execute.links import Links, explained, has_ended
+from smdistributed.modelparallel.tensorflow.execute.mailboxes import connected
 from smdistributed.modelparallel.tensorflow.parameters.moments import Moments
 from smdistributed.modelparallel.tensorflow.parameters.variables import AccessGuard
 from smdistributed.modelparallel.tensorflow.runtime.cores import (
@@ -181,9 +182,16 @@ def start(
         communicator.barrier(CommGroup.WORLD)
         replacements.enter_context(processes.surviving_calls(calls))
     step_number = tf.Variable(0, dtype=tf.int64, trainable=False)
-    links = Links(transport.rank, transport.size, has_gpu=bool(gpus))
+    pipeline = topology.members(CommGroup.PP_GROUP, transport.rank)
+    mailboxes = connected(
+        transport.rank,
+        pipeline,
+        transport.hostname,
+        lambda own: communicator.allgather(own, CommGroup.PP_GROUP),
+    )
+    links = Links(transport.rank, transport.size, bool(gpus), mailboxes)
     if transport.size > 1:
-        peers = set(topology.members(CommGroup.PP_GROUP, transport.rank)) - {transport.rank}
+        peers = set(pipeline) - {transport.rank}
         departures = Departures(transport, peers, lambda: int(step_number.numpy()))
         watch = Watch(transport.rank, transport.size, settings.communication_timeout)
         overdue = Overdue(transport.rank, links.waits, watch.latest_seconds)
@@ -199,7 +207,6 @@ def start(
             guard.is_here, guard.elsewhere, guard.changing, guard.check_saving, guard.restore
         )
     )
-    pipeline = topology.members(CommGroup.PP_GROUP, transport.rank)
     rendezvous = Rendezvous(communicator, pipeline, pipeline.index(transport.rank), moments)
     if len(pipeline) > 1:
         communicator.before_calls(rendezvous.before_call)
