@@ -37,8 +37,8 @@ from smdistributed.modelparallel.torch.context_parallel.dropout import is_dropou
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
 from smdistributed.modelparallel.torch.context_parallel.losses import is_mean_over_tokens, with_sum
+from smdistributed.modelparallel.torch.context_parallel.numbers import Given
 from smdistributed.modelparallel.torch.context_parallel.proof import (
-    Given,
     Kind,
     Proof,
     Trial,
