@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,12 @@ def by_batch(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([each @ torch.eye(WIDTH, dtype=x.dtype) * 2 for each in x])
 
 
+def changed_first(x: torch.Tensor) -> torch.Tensor:
+    out = x * 1
+    out[:, 0].mul_(2)
+    return out
+
+
 class Doubled(torch.autograd.Function):
     """A function of the user's, per token."""
 
@@ -156,13 +163,13 @@ MIXES: dict[str, tuple[Function, bool]] = {
     "cumsum": (lambda x: x.cumsum(1), False),
     "cummax": (lambda x: x.cummax(1).values, False),
     "softmax": (lambda x: x.softmax(1), False),
-    "maximum": (lambda x: x - x.amax(1, keepdim=True), False),
-    "deviation": (lambda x: x / x.std(1, keepdim=True), False),
+    "maximum": (lambda x: x - x.amax(1, keepdim=True), True),
+    "deviation": (lambda x: x / x.std(1, keepdim=True), True),
     "norm_along": (lambda x: functional.normalize(x, dim=1), False),
     "flip": (lambda x: x.flip(1), True),  # of the blocks that a rank has, the last is the first
     "roll": (lambda x: x.roll(1, 1), False),
-    "last": (lambda x: x + x[:, -1:], False),
-    "first": (lambda x: x + x[:, :1], False),
+    "last": (lambda x: x + x[:, -1:], True),
+    "first": (lambda x: x + x[:, :1], True),
     "cut_off": (lambda x: functional.pad(x[:, :-1], (0, 0, 1, 0)), False),
     "every_second": (lambda x: x[:, ::2].repeat(1, 2, 1), False),
     "every_second_twice": (lambda x: x[:, ::2].repeat_interleave(2, 1), True),
@@ -170,13 +177,18 @@ MIXES: dict[str, tuple[Function, bool]] = {
     "pooled": (lambda x: functional.avg_pool1d(x.mT, 3, 1, 1).mT, False),
     "sorted": (lambda x: x.sort(1).values, False),
     "fourier": (lambda x: torch.fft.fft(x, dim=1).real, False),
+    "changed_first": (changed_first, False),
+    "scaled_by_length": (lambda x: attended(x, scale=1 / math.log(x.shape[1])), True),
+    "mean_of_some": (lambda x: x + torch.where(x > 0, x, torch.nan).nanmean(1, True), True),
+    "mean_of_few": (lambda x: torch.where(x > 0, x, torch.nan).nanmean((1, 2)).mean() * x, True),
+    "ranked": (lambda x: x * (x * 0).argmax(-1, keepdim=True).roll(1, 1), False),
     "gram": (lambda x: x @ (x.mT @ x) / LENGTH, True),
     "gram_of_rows": (lambda x: x * (x @ x.mT).sum((1, 2), keepdim=True), False),
     "shifted_in_place": (shifted_in_place, False),
     "unfolded": (lambda x: x.unfold(1, 2, 1).sum(-1).repeat(1, 2, 1)[:, :LENGTH], False),
-    "any_rows": (lambda x: x * (x > 2).any(1, keepdim=True), False),
+    "any_rows": (lambda x: x * (x > 2).any(1, keepdim=True), True),
     "kept_rows": (lambda x: x + x[x.sum(-1) > 0].mean(), False),
-    "asked": (lambda x: x * 2 if bool((x > 0).all()) else x, False),
+    "asked": (lambda x: x * 2 if bool((x > 0).all()) else x, True),
     "compared": (lambda x: x * 2 if torch.equal(x, x.abs()) else x, False),
     "by_name": (lambda x: torch.ops.aten.cumsum(x, 1), False),
     "by_overload": (lambda x: torch.ops.aten.cumsum.default(x, 1), False),
@@ -184,8 +196,8 @@ MIXES: dict[str, tuple[Function, bool]] = {
     "by_numpy": (lambda x: x * torch.from_numpy(x.detach().numpy().cumsum(1)), False),
     "mapped": (lambda x: torch.vmap(lambda each: each.cumsum(0))(x), False),
     "mapped_tokens": (lambda x: torch.vmap(lambda each: each * 2)(x), False),
-    "numbers": (lambda x: x * x.flatten()[0].item(), False),
-    "by_length": (lambda x: x * x.shape[1], False),
+    "numbers": (lambda x: x * x.flatten()[0].item(), True),
+    "by_length": (lambda x: x * x.shape[1], True),
     "long_ones_differ": (long_ones_differ, False),
     "mixed_backward": (MixedBackward.apply, False),
     "interleaved": (lambda x: x.view(x.shape[0], -1, 2, WIDTH).flip(2).view_as(x), True),
@@ -396,9 +408,11 @@ def _net(name: str, place: str) -> nn.Module:
     return Net(Layer(MODULES[name][0]()), place)
 
 
-def expected() -> dict[str, str]:
+def expected(*, is_piped: bool = False) -> dict[str, str]:
     """Returns the right verdicts."""
     cases = {name: fits for name, (_, fits) in (MIXES | MODULES).items()}
+    if is_piped:  # modules are tried on stand-ins, which have no numbers
+        cases |= dict.fromkeys(("asked", "numbers"), False)
     return {name: "exact" if fits else "refused" for name, fits in cases.items()}
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from world import generator
 
 import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
@@ -355,6 +356,26 @@ def replaced_linears() -> None:
     assert len(list(model.distributed_modules())) == 2
 
 
+def other_lengths() -> None:
+    """Linear maps take examples of other lengths, and of other dims, from each rank."""
+    given = [torch.randn(shape, generator=generator(3)) for shape in LENGTHS]
+    kinds = set()
+    for outputs in (WIDTH // 2, 2 * WIDTH):
+        torch.manual_seed(7)
+        with smp.tensor_parallelism(auto=True, sample_inputs=(given[0],)):
+            module = nn.Sequential(nn.Linear(WIDTH, outputs))
+        reference = copy.deepcopy(module)
+        model = smp.DistributedModel(module)
+        kinds.add(type(module[0]).__name__)
+        found = model(given[smp.tp_rank()])
+        expected = [reference(each) for each in given]
+        assert_close(found, expected[smp.tp_rank()], "a result")
+        found.square().sum().backward()
+        sum(each.square().sum() for each in expected).div(len(given)).backward()
+        compare_gradients(model, reference)
+    assert kinds == {"DistributedLinear", "WideningLinear"}
+
+
 def marks() -> None:
     """The innermost context counts; a module can be marked and cleared when it is finished."""
     with smp.tensor_parallelism():
@@ -505,7 +526,7 @@ def errors() -> None:
         layer((states,))
     linear = smp.nn.DistributedLinear(4, 4)
     with pytest.raises(SMPError, match="must call the same distributed modules"):
-        linear(torch.zeros(2, 2 + smp.tp_rank(), 4))
+        linear(torch.zeros(2, 4, dtype=(torch.float32, torch.float64)[smp.tp_rank()]))
     experts = nn.ModuleList(smp.nn.DistributedLinear(4, 4) for _ in range(2))
     smp.DistributedModel(experts)
     with pytest.raises(SMPError, match=r"tp_rank 0: 0 \(DistributedLinear\).*tp_rank 1: 1"):
@@ -753,8 +774,11 @@ def whole_updates() -> None:
         optimizer.state_dict()
 
 
+#: Of what each rank gives a linear map.
+LENGTHS = (2, 5, WIDTH), (1, 3, 2, WIDTH)
 BEHAVIOUR = {
     "replaced_linears": replaced_linears,
+    "other_lengths": other_lengths,
     "marks": marks,
     "registered": registered,
     "clipping": clipping,

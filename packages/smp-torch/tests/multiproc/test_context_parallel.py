@@ -48,9 +48,9 @@ PIPED = sharing(4, pipeline_parallel_degree=2)
 def test_what_reads_across_a_sequence_is_exact_or_refused(
     worlds: Worlds, world: World, place: str
 ) -> None:
-    names = list(context_cases.expected())
-    for found in run(worlds, world, context_cases.verdicts, place, names, timeout=240):
-        assert found == context_cases.expected()
+    expected = context_cases.expected(is_piped=world is PIPED)
+    for found in run(worlds, world, context_cases.verdicts, place, list(expected), timeout=240):
+        assert found == expected
 
 
 #: Of the scripts, what goes through most branches of the library that others do not.
@@ -240,6 +240,21 @@ def messages() -> dict[str, str]:
 
     found["attached"] = message_of(UnsupportedError, lambda: attached(model, tokens))
 
+    @smp.step(sequence_dims={"tokens": 1})
+    def size(model: Any, tokens: torch.Tensor) -> Any:
+        logits = model(tokens)
+        return logits.sum(), len(logits) * logits.shape[1]
+
+    found["size"] = message_of(UnsupportedError, lambda: size(model, tokens))
+
+    @smp.step(sequence_dims={"tokens": 1, "labels": 1})
+    def checked(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = model(tokens)
+        assert logits.shape[:2] == labels.shape, "no label for each token"
+        return context_cases.loss_of(logits, labels)
+
+    found["checked"] = message_of(UnsupportedError, lambda: checked(model, tokens, labels))
+
     @smp.step(sequence_dims={"tokens": None, "ids": 1})
     def nothing(model: Any, tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         return (ids * 2.0).sum()
@@ -263,6 +278,9 @@ TOLD = {
     "hooked": "gives code to the backward pass",
     "penalised": "a step function computes gradients by itself",
     "attached": "has detach_outputs=False",
+    "size": "returns 16, a size of a piece of the sequence; for the whole it is 32",
+    "checked": "where a rank has 8 of 16 tokens of what parameters have met: AssertionError: no "
+    "label for each token. Arguments of the step function are whole there",
     "nothing": "computes nothing of which a rank could have a piece",
     "join": "cannot run out of it alone",
     "comm hook": "average over DP_CP_GROUP",

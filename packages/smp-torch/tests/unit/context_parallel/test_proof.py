@@ -15,12 +15,8 @@ from smdistributed.modelparallel.torch.context_parallel.calls import (
     taken_apart,
 )
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
-from smdistributed.modelparallel.torch.context_parallel.proof import (
-    Given,
-    Kind,
-    Proof,
-    Trial,
-)
+from smdistributed.modelparallel.torch.context_parallel.numbers import Given
+from smdistributed.modelparallel.torch.context_parallel.proof import Kind, Proof, Trial
 
 LENGTH, WIDTH, RANKS = 64, 6, 2
 SEQUENCE = (Layout(1),)
@@ -84,6 +80,53 @@ def test_truths_that_are_rare(x: torch.Tensor) -> None:
     found = tried(torch.sum, labels, 1)
     assert found is not None
     assert found.results[0].kind is Kind.SUM
+
+
+@pytest.mark.parametrize(
+    ("function", "kind"),
+    [
+        (lambda x: x.nanmean(1), None),
+        (lambda x: x.nanmean(), None),
+        (lambda x: x.nansum(1), Kind.SUM),
+        (lambda x: x.nan_to_num(), Kind.CUT),
+    ],
+)
+def test_what_is_no_number_may_be_left_out(
+    x: torch.Tensor, function: Any, kind: Kind | None
+) -> None:
+    found = tried(function, x)
+    assert (None if found is None else found.results[0].kind) is kind
+
+
+@pytest.mark.parametrize("value", [0, 7, -100])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y.amax(1),
+        lambda y: y.median(),
+        lambda y: y[:, 0],
+        lambda y: y.roll(1, 1),
+        lambda y: y.sort(1).values,
+    ],
+)
+def test_equal_whole_numbers_do_not_hide_where_they_are(function: Any, value: int) -> None:
+    assert tried(function, torch.full((2, LENGTH), value)) is None
+
+
+def test_a_table_of_one_row_has_one_index() -> None:
+    found = tried(functional.embedding, torch.zeros(2, LENGTH).long(), torch.rand(1, WIDTH))
+    assert found is not None
+    assert found.results[0].layout == Layout(1)
+
+
+def test_means_of_segments_have_their_own_counts(x: torch.Tensor) -> None:
+    segments = torch.zeros(2, LENGTH, WIDTH, dtype=torch.int64)  # the first batch has one
+
+    def means(into: torch.Tensor, segments: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return into.scatter_reduce(1, segments, x, "mean", include_self=False)
+
+    ways = ((None,), (Layout(1), None), SEQUENCE)
+    assert tried(means, torch.zeros(2, 9, WIDTH), segments, x, layouts=ways) is None
 
 
 def test_writes(x: torch.Tensor) -> None:

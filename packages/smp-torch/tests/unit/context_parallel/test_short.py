@@ -12,7 +12,8 @@ from torch.nn import functional
 from smdistributed.modelparallel.torch.context_parallel import short
 from smdistributed.modelparallel.torch.context_parallel.calls import taken_apart
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
-from smdistributed.modelparallel.torch.context_parallel.proof import Given, Proof, Trial
+from smdistributed.modelparallel.torch.context_parallel.numbers import Given
+from smdistributed.modelparallel.torch.context_parallel.proof import Proof, Trial
 
 LENGTH, SHORT, WIDTH, RANKS = 64, 32, 48, 2
 SEQUENCE = (Layout(1),)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from smdistributed.modelparallel.torch.compat.private.modes import pytree
 from smdistributed.modelparallel.torch.context_parallel.attention import attention
 from smdistributed.modelparallel.torch.context_parallel.calls import put_together
 from smdistributed.modelparallel.torch.context_parallel.dropout import dropout
@@ -96,7 +97,13 @@ class OfPieces:
 
 @dataclass(frozen=True)
 class OfAttention:
-    """Attention to the whole sequence."""
+    """Attention to the whole sequence.
+
+    Attributes:
+        arguments: for the whole, as a scale may go by its length; with holes for tensors.
+    """
+
+    arguments: tuple[Any, ...]
 
     def run(
         self,
@@ -107,7 +114,7 @@ class OfAttention:
         tensors: Sequence[torch.Tensor],
     ) -> Any:
         """See ``Action.run``. Collective: CP_GROUP."""
-        args, kwargs = put_together(spec, leaves, tensors)
+        args, kwargs = put_together(spec, self.arguments, tensors)
         return attention(group, *args, **kwargs)
 
 
@@ -116,10 +123,12 @@ class OfDropout:
     """Dropout of a piece.
 
     Attributes:
+        arguments: for the whole, with holes for tensors.
         whole: shape of the whole.
         layout: how it is cut.
     """
 
+    arguments: tuple[Any, ...]
     whole: torch.Size
     layout: Layout
 
@@ -132,7 +141,43 @@ class OfDropout:
         tensors: Sequence[torch.Tensor],
     ) -> Any:
         """See ``Action.run``."""
-        return dropout(group, self.whole, self.layout, *put_together(spec, leaves, tensors))
+        args, kwargs = put_together(spec, self.arguments, tensors)
+        return dropout(group, self.whole, self.layout, args, kwargs)
+
+
+@dataclass(frozen=True)
+class OfGathered:
+    """A call that gives few numbers of the whole: made for it, on every rank alike.
+
+    Attributes:
+        arguments: for the whole, with holes for tensors.
+        layouts: how each tensor is cut of which this rank has a piece; None: not at all.
+        gives_views: its results see what it is given, so that they are copied.
+    """
+
+    arguments: tuple[Any, ...]
+    layouts: tuple[Layout | None, ...]
+    gives_views: bool
+
+    def run(
+        self,
+        group: ContextGroup,
+        function: Callable[..., Any],
+        spec: Any,
+        leaves: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+    ) -> Any:
+        """See ``Action.run``. Collective: CP_GROUP."""
+        wholes = [
+            tensor if layout is None else group.whole(tensor, layout)
+            for tensor, layout in zip(tensors, self.layouts, strict=True)
+        ]
+        args, kwargs = put_together(spec, self.arguments, wholes)
+        result = function(*args, **kwargs)
+        # A view would keep all that was gathered.
+        return (
+            pytree.tree_map_only(torch.Tensor, torch.clone, result) if self.gives_views else result
+        )
 
 
 @dataclass(frozen=True)

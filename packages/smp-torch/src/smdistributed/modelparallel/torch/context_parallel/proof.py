@@ -4,12 +4,6 @@ The call is made once for a whole of random numbers, and once for the pieces of 
 would have. No list says which functions may be called: what is right is right by its results. They
 may be the pieces of the whole's results; the same on every rank; or parts whose sum over the ranks,
 or mean, is the whole's.
-
-Numbers are drawn in double precision, so that what is mixed stands out of rounding: above zero, for
-roots and logarithms; small and of both signs, for what saturates; and with one alone on its side of
-zero, so that an ``any`` or a maximum is told from what every rank has alike. Of whole numbers and
-truths those are drawn that the tensor has, so that indices stay in bounds; of one that has no
-numbers yet, as where a step is recorded, zeros and ones.
 """
 
 from __future__ import annotations
@@ -24,15 +18,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensor, past_all_modes
+from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes
 from smdistributed.modelparallel.torch.context_parallel.calls import put_together, results_of
 from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout, cut
+from smdistributed.modelparallel.torch.context_parallel.numbers import (
+    TRIALS,
+    Given,
+    drawn,
+    is_inexact,
+    may_be_out_of_bounds,
+)
 
 #: Results may differ by so many units in the last place of the largest number.
 _ULPS = 256
-#: With so many sets of numbers a call is tried; those of both signs are so small.
-_TRIALS = 4
-_SMALL = 0.3
 #: Numbers are kept of calls with fewer in all, and are not in double precision of those with more.
 _SMALL_SIZE = 2**22
 _LARGE = 2**30
@@ -60,23 +58,6 @@ class Result:
 
     kind: Kind
     layout: Layout | None = None
-
-
-@dataclass(frozen=True)
-class Given:
-    """One tensor that a call is tried with.
-
-    Attributes:
-        shape: of the whole.
-        like: a tensor of this rank, of which type and numbers are taken.
-        layouts: how it may be cut; None stands for the whole. The first that fits is taken.
-        is_own: this rank has a piece, so the call may write to it.
-    """
-
-    shape: torch.Size
-    like: torch.Tensor
-    layouts: tuple[Layout | None, ...]
-    is_own: bool
 
 
 @dataclass(frozen=True)
@@ -151,17 +132,26 @@ class Trial:
         if number in self._cases:
             return self._cases[number]
         tensors = self._drawn(double, number)
-        case = _Case(tensors, self._made(self._whole, tensors))
+        whole = None
+        if self._takes(tensors, number):
+            whole = self._made(self._whole, tensors)
+        case = _Case(tensors, whole)
         if self._size < _SMALL_SIZE:
             self._cases[number] = case
         return case
+
+    def _takes(self, tensors: Sequence[torch.Tensor], number: int) -> bool:
+        """Whether the call may be given some numbers, see ``may_be_out_of_bounds``."""
+        if not any(may_be_out_of_bounds(each, number) for each in self._given):
+            return True
+        return self._made(self._whole, [each.cpu() for each in tensors]) is not None
 
     def _drawn(self, double: bool, number: int) -> list[torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
         for place, each in enumerate(self._given):
             if id(each.like) not in found:
                 draws = torch.Generator(each.like.device).manual_seed(1000 * number + place)
-                found[id(each.like)] = _tensor(each, double, number, draws)
+                found[id(each.like)] = drawn(each, double, number, draws, self._num_ranks)
         return [found[id(each.like)] for each in self._given]
 
     # ------------------------------------------------------------------ results
@@ -188,7 +178,9 @@ class Trial:
         """Returns what the results are, the same with all numbers; None if they are not right."""
         fitting: list[list[Result]] | None = None
         says_something = False
-        for number in range(_TRIALS):
+        for number in range(TRIALS + 1):
+            if number == TRIALS and not (fitting and _reduces(fitting)):
+                break
             case = self._case(double, number)
             if case.whole is None:
                 continue
@@ -308,7 +300,7 @@ class Trial:
             return False
         total = torch.stack(list(pieces)).sum(0)
         if result.kind is Kind.MEAN:
-            if not _is_inexact(whole):
+            if not is_inexact(whole):
                 return False
             total = total / len(pieces)
         return _are_equal(total.to(whole.dtype), whole)
@@ -326,37 +318,9 @@ class _Case(NamedTuple):
     whole: list[torch.Tensor] | None
 
 
-def _tensor(given: Given, double: bool, number: int, draws: torch.Generator) -> torch.Tensor:
-    """Returns random numbers in the place of a tensor."""
-    like, shape = given.like.detach(), given.shape
-    if _is_inexact(like):
-        dtype = like.dtype
-        if double:
-            dtype = torch.complex128 if like.is_complex() else torch.float64
-        wide = dtype if dtype.itemsize > 2 else torch.float32  # some narrow types draw nothing
-        values = torch.empty(shape, dtype=wide, device=like.device)
-        if like.is_complex() or number == 1:
-            return values.normal_(generator=draws).mul_(_SMALL).to(dtype)
-        values.uniform_(0.5, 1.5, generator=draws).mul_(-1 if number == 2 else 1)
-        if number and values.numel():
-            values.view(-1)[-1].mul_(-1)
-        return values.to(dtype)
-    if not like.numel():
-        return torch.empty(shape, dtype=like.dtype, device=like.device)
-    if isinstance(like, FakeTensor) and not number:  # the index of the only row of a table
-        return torch.zeros(shape, dtype=like.dtype, device=like.device)
-    if like.dtype == torch.bool or isinstance(like, FakeTensor):
-        known = torch.tensor([0, 1], dtype=like.dtype, device=like.device)
-    else:
-        known = like.reshape(-1)
-    if number in (0, _TRIALS - 1):
-        chosen = torch.randint(known.numel(), (shape.numel(),), generator=draws, device=like.device)
-        return known[chosen].view(shape)
-    common, single = (known.amin(), known.amax())[:: 1 if number == 1 else -1]
-    values = common.expand(shape.numel()).clone()
-    if len(values):
-        values[-1] = single
-    return values.view(shape)
+def _reduces(fitting: Sequence[Sequence[Result]]) -> bool:
+    """Whether a call gives something that is not cut."""
+    return any(each.layout is None for among in fitting for each in among)
 
 
 def _with_gradients(
@@ -364,7 +328,7 @@ def _with_gradients(
 ) -> list[torch.Tensor]:
     """Returns results, and the gradients of what is given for the sum of their squares."""
     with torch.enable_grad():
-        inputs = [each for each in given if _is_inexact(each)]
+        inputs = [each for each in given if is_inexact(each)]
         for each in inputs:
             each.requires_grad_()
         args, kwargs = put_together(spec, leaves, [each.view_as(each) for each in given])
@@ -400,23 +364,19 @@ def _layouts_of_inexact(
     layouts: Sequence[Layout | None], given: Sequence[Given]
 ) -> Iterator[Layout | None]:
     """Yields how those tensors are cut that have gradients."""
-    return (layout for layout, each in zip(layouts, given, strict=True) if _is_inexact(each.like))
+    return (layout for layout, each in zip(layouts, given, strict=True) if is_inexact(each.like))
 
 
 def _say_something(results: Sequence[torch.Tensor]) -> bool:
     return not any(
-        _is_inexact(each) and bool(each.isnan().all()) for each in results if each.numel()
+        is_inexact(each) and bool(each.isnan().all()) for each in results if each.numel()
     )
-
-
-def _is_inexact(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _are_equal(one: torch.Tensor, another: torch.Tensor) -> bool:
     if one.shape != another.shape or one.dtype != another.dtype:
         return False
-    if not _is_inexact(one):
+    if not is_inexact(one):
         return torch.equal(one, another)
     pairs = list(zip(_parts(one), _parts(another), strict=True))
     scale = max((float(each.abs().nan_to_num(0.0, 0.0, 0.0).max()) for _, each in pairs), default=0)

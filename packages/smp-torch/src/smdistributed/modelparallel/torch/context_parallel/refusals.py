@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
-from smdistributed.modelparallel.torch.compat.calling_line import calling_line
+from smdistributed.modelparallel.torch.compat.calling_line import calling_line, line_of
 
 _WITHOUT_PROOF = (
     "does not give for a piece of the sequence what it gives for the whole (a convolution, a "
@@ -40,6 +40,42 @@ def check_used(*, has_pieces: bool) -> None:
             "arguments with a sequence in smp.step(sequence_dims=...), or set "
             "context_parallel_degree to 1."
         )
+
+
+def check_numbers(own: Sequence[int], whole: Sequence[int], num_tokens: int, size: int) -> None:
+    """Raises if Python counts tokens of a piece, and gives that to the script.
+
+    Args:
+        own: whole numbers that a body has given.
+        whole: those that it gave for the whole.
+        num_tokens: of a piece.
+        size: how many ranks share the sequence.
+
+    Raises:
+        UnsupportedError: so it is.
+    """
+    for number, of_whole in zip(own, whole, strict=False):
+        if number and number % num_tokens == 0 and of_whole == size * number:
+            raise UnsupportedError(
+                "context_parallel_degree splits the sequence over ranks, and the step function "
+                f"returns {number}, a size of a piece of the sequence; for the whole it is "
+                f"{of_whole}. Take it from an argument of the step function, which has the whole "
+                "sequence (labels.numel())."
+            )
+
+
+def failing_for_pieces(error: Exception, num_tokens: int, length: int) -> UnsupportedError:
+    """Returns the error for code that fails for a piece, and has not failed for the whole."""
+    line = line_of(error)
+    place = "" if line is None else f" ({os.path.basename(line[0])}:{line[1]})"
+    first = (str(error).splitlines() or [""])[0].rstrip(".")
+    return UnsupportedError(
+        "context_parallel_degree splits the sequence over ranks, and code that ran for whole "
+        f"sequences fails{place} where a rank has {num_tokens} of {length} tokens of what "
+        f"parameters have met: {type(error).__name__}: {first}. Arguments of the step function "
+        "are whole there: let code not compare sizes of one with those of the other, or set "
+        "context_parallel_degree to 1."
+    )
 
 
 def refused(name: str, why: str | None, pieces: Sequence[str] = ()) -> UnsupportedError:

@@ -9,7 +9,7 @@ cannot be is refused, by its name.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +18,11 @@ from torch.overrides import resolve_name
 from torch.utils.weak import WeakIdKeyDictionary
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.context_parallel.actions import (
     OfAttention,
     OfDropout,
+    OfGathered,
     OfMeanLoss,
     OfPieces,
     OfWhole,
@@ -34,11 +36,12 @@ from smdistributed.modelparallel.torch.context_parallel.calls import (
     shorter_by_turns,
 )
 from smdistributed.modelparallel.torch.context_parallel.dropout import is_dropout
+from smdistributed.modelparallel.torch.context_parallel.gathering import Copies, of_few
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
 from smdistributed.modelparallel.torch.context_parallel.losses import is_mean_over_tokens, with_sum
+from smdistributed.modelparallel.torch.context_parallel.numbers import Given
 from smdistributed.modelparallel.torch.context_parallel.proof import (
-    Given,
     Kind,
     Proof,
     Trial,
@@ -65,6 +68,12 @@ from smdistributed.modelparallel.torch.tensors.functions import (
 #: in each step makes each of them a new one.
 _MOST_WAYS = 64
 _MOST_PROOFS = 4096
+
+
+_CHANGES_COPY = (
+    "changes some tokens of a sequence in place, of which this rank has a copy, and not the tensor "
+    "that they are taken from: compute another tensor of them"
+)
 
 
 class _Found(NamedTuple):
@@ -125,6 +134,7 @@ class PieceRun(RunMode):
         group: the ranks that share the sequences.
         length: of these.
         number: of the next call.
+        looked: at the whole, to take a way that is new; None if all that was done is known.
     """
 
     def __init__(
@@ -146,6 +156,8 @@ class PieceRun(RunMode):
         for number, (each, _) in enumerate(arguments):
             self._made.note(each, ARGUMENTS, number)
         self.number = 0
+        self.looked: Way | None = None
+        self._copies = Copies()
 
     # ------------------------------------------------------------------ who calls
 
@@ -159,7 +171,10 @@ class PieceRun(RunMode):
             call, tensors = call_of(function, args, kwargs, self._made)
             number, self.number = self.number, self.number + 1
             proven = self._proven(number, call, tensors)
+            copies = self._copies.among(tensors)
             result = proven.action.run(self.group, function, call.spec, call.leaves, tensors)
+            if any(version_of(each) != before for each, before in copies):
+                raise self._refused(function, _CHANGES_COPY)
             results = results_of(result)
             if len(results) != len(proven.results):
                 raise self._refused(function, "gives another number of tensors than before")
@@ -167,6 +182,8 @@ class PieceRun(RunMode):
                 self._made.note(each, number, place)
                 if held.is_piece:
                     self._proofs.pieces[each] = held
+            if isinstance(proven.action, OfGathered) and proven.action.gives_views:
+                self._copies.note(results)
             return result
 
     # ------------------------------------------------------------------ what is known
@@ -260,7 +277,7 @@ class PieceRun(RunMode):
     def _new_way(self, number: int) -> Way:
         """Runs the microbatch for the whole; the first calls are those made already."""
         with self.aside():
-            way = self._look()
+            way = self.looked = self._look()
         if self._way is not None:
             before = [each.call for each in self._way.wholes[:number]]
             if [each.call for each in way.wholes[:number]] != before:
@@ -299,12 +316,17 @@ class PieceRun(RunMode):
         if function is SDPA and self._is_cut_along_keys(args, kwargs):
             return self._of_attention(whole, call, args, kwargs)
         if is_dropout(function, args, kwargs) and held[0].layout is not None:
-            return Proven(call, OfDropout(held[0].whole, held[0].layout), (held[0],))
+            action = OfDropout(whole.call.leaves, held[0].whole, held[0].layout)
+            return Proven(call, action, (held[0],))
         if is_mean_over_tokens(function, args, kwargs):
             return self._of_mean_loss(whole, call, tensors, held)
         found = self._proof(whole, call, tensors, [self._layouts(each) for each in held])
         if found is None:
-            raise self._refused(function, None, tensors, held)
+            layouts = [each.layout if each.is_piece else None for each in held]
+            few = of_few(whole.call, whole.results, layouts, self.group.size)
+            if few is None:
+                raise self._refused(function, None, tensors, held)
+            return Proven(call, few, tuple(map(Held, whole.results)))
         self._check_reads(call, tensors, whole)
         kinds = {each.kind for each in found.proof.results} & {Kind.SUM, Kind.MEAN}
         if kinds and len(found.proof.results) > 1:
@@ -372,7 +394,7 @@ class PieceRun(RunMode):
             raise self._refused(call.function, f"cannot be split: {why}")
         layout = forms["query"].layout
         held = Held(whole.results[0], layout, is_piece=layout is not None)
-        return Proven(call, OfAttention(), (held,))
+        return Proven(call, OfAttention(whole.call.leaves), (held,))
 
     def _of_mean_loss(
         self,
@@ -435,12 +457,19 @@ class PieceRun(RunMode):
             for each, tensor, ways in zip(held, tensors, layouts, strict=True)
         ]
         found = self._found_short(call, whole, given)
-        for leaves in shorter_by_turns(call.leaves, self.length, self.group.size):
+        for leaves in self._arguments_tried(call.leaves, whole.call.leaves):
             if found is None:
                 found = self._found(call, whole.call.leaves, leaves, given)
         if _is_hashable(key):
             known[key] = found
         return found
+
+    def _arguments_tried(
+        self, own: tuple[Any, ...], whole: tuple[Any, ...]
+    ) -> Iterator[tuple[Any, ...]]:
+        yield from shorter_by_turns(own, self.length, self.group.size)
+        if _as_key(whole) != _as_key(own):  # such as what a mean over the sequence is divided by
+            yield whole
 
     def _found_short(
         self, call: Call, whole: OfWholeSequence, given: Sequence[Given]

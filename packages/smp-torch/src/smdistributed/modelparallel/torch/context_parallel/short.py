@@ -29,7 +29,8 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 )
 from smdistributed.modelparallel.torch.context_parallel.calls import put_together
 from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS
-from smdistributed.modelparallel.torch.context_parallel.proof import Given, Proof
+from smdistributed.modelparallel.torch.context_parallel.numbers import Given
+from smdistributed.modelparallel.torch.context_parallel.proof import Proof
 
 #: A call with more numbers than these has a long sequence.
 LONG = 2**24

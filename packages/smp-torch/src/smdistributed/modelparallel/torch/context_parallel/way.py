@@ -85,10 +85,12 @@ class Way:
     Attributes:
         wholes: as they are for the whole.
         proven: as they are for a piece, as far as that is known.
+        given: the whole numbers among what the body gave.
     """
 
     wholes: list[OfWholeSequence] = field(default_factory=list)
     proven: list[Proven] = field(default_factory=list)
+    given: tuple[int, ...] = ()
 
 
 class Made:

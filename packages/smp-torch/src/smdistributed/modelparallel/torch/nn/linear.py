@@ -35,8 +35,9 @@ class DistributedLinear(DistributedModule):
     Each rank multiplies its channels of the examples of all ranks, and gets the sums of its own
     examples. Forward and backward are collective: TP_GROUP.
 
-    Shape: ``(N, ..., in_features)`` to ``(N, ..., out_features)``; ``N`` may differ between ranks.
-    So may lengths within a nested tensor of the layout ``torch.jagged``.
+    Shape: ``(..., in_features)`` to ``(..., out_features)``; what is before channels may differ
+    between ranks, as batches of other lengths do. So may lengths within a nested tensor of the
+    layout ``torch.jagged``.
     The weight is ``(out_features, in_features / tp_size)``; the bias is whole on each rank.
 
     Args:
@@ -79,8 +80,9 @@ class DistributedLinear(DistributedModule):
             return F.linear(input, self.weight, self.bias)
         if is_jagged(input):
             return with_values(input, self.forward(input.values()))
-        if input.dim() == 1:
-            return self.forward(input[None])[0]
+        if input.dim() != 2:  # all that is before channels counts as examples
+            examples = self.forward(input.reshape(-1, input.shape[-1]))
+            return examples.view(*input.shape[:-1], self.out_features)
         with group.examples(self.place, input) as (sizes, _):
             return self._applied(input, sizes)
 

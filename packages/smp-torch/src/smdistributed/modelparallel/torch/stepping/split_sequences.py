@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.common.microbatch import SplitRules
 from smdistributed.modelparallel.torch.compat.private.backward import is_without_graph
-from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
+from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, pytree
 from smdistributed.modelparallel.torch.context_parallel.computing import computing
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.looking import leaving_nothing, seeing
-from smdistributed.modelparallel.torch.context_parallel.refusals import check_used
+from smdistributed.modelparallel.torch.context_parallel.refusals import (
+    check_numbers,
+    check_used,
+    failing_for_pieces,
+)
 from smdistributed.modelparallel.torch.context_parallel.run import PieceRun, Proofs, Ways
 from smdistributed.modelparallel.torch.context_parallel.way import Held, Way, WholeRun
 from smdistributed.modelparallel.torch.execute.bodies import Call
@@ -76,10 +80,13 @@ class SplitSequences:
         run = PieceRun(self._ways, given, length, lambda: self._look(call))
         self._run = run
         try:
-            with computing(run):
+            with self._failing_clearly(run), computing(run):
                 result = body(call)
             with run.aside():
                 check_used(has_pieces=run.has_pieces)
+                if run.looked is not None:
+                    own = length // self._group.size
+                    check_numbers(_numbers_in(result), run.looked.given, own, self._group.size)
                 return map_tensors(result, run.whole)
         finally:
             self._run = None
@@ -94,6 +101,23 @@ class SplitSequences:
             return contextlib.nullcontext()
         self._run.check_whole(tensors, "model.backward")
         return self._run.aside()
+
+    @contextlib.contextmanager
+    def _failing_clearly(self, run: PieceRun) -> Iterator[None]:
+        """Inside, code is refused that fails for a piece, where it just ran for the whole.
+
+        Raises:
+            UnsupportedError: it has failed.
+        """
+        try:
+            yield
+        except (SMPError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            if run.looked is None:
+                raise
+            own = run.length // self._group.size
+            raise failing_for_pieces(error, own, run.length) from error
 
     def _look(self, call: Call) -> Way:
         """Runs the body for the whole, without gradients, and leaves nothing of it behind."""
@@ -121,7 +145,7 @@ class SplitSequences:
                 leaving_nothing(modules, [self._function], self._runtime.random.apart),
                 seeing(run),
             ):
-                self._function(*args, **kwargs)
+                run.way.given = _numbers_in(self._function(*args, **kwargs))
         except RuntimeError as error:
             if not is_without_graph(error):
                 raise
@@ -132,3 +156,8 @@ class SplitSequences:
         finally:
             self.is_looking = False
         return run.way
+
+
+def _numbers_in(result: Any) -> tuple[int, ...]:
+    """Returns the whole numbers in what a step function gives."""
+    return tuple(each for each in pytree.tree_leaves(result) if type(each) is int)

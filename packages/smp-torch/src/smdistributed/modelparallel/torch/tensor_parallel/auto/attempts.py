@@ -96,7 +96,7 @@ def plans_of(
     if "" in template.attentions:  # it is one
         yield Plan(attentions=("",))
         return
-    origins = alone(lambda: _origins(template, call))
+    origins = alone(lambda: _origins(template, call), template.module.modules())
     roles = _roles(origins, template)
     if bool(roles.rows or roles.attentions) is not closes:
         raise OtherKindError("none of its linear maps sums what others have split")

@@ -15,6 +15,7 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.modes import (
     FakeTensorMode,
+    inside_transform,
     pytree,
     quiet_fakes,
 )
@@ -42,12 +43,14 @@ class Trial:
         calls: the first call of each module that was asked for.
         called: the modules that were called at all.
         read: the linear maps whose weights code has read by itself.
+        transformed: the modules that a transform of torch.func has called.
         failure: what ended the run before its end.
     """
 
     calls: dict[nn.Module, Call] = field(default_factory=dict)
     called: set[nn.Module] = field(default_factory=set)
     read: set[nn.Module] = field(default_factory=set)
+    transformed: set[nn.Module] = field(default_factory=set)
     failure: Exception | None = None
 
 
@@ -95,7 +98,8 @@ def calls_within(
             )
             pairs = dict(zip(copied.modules(), model.modules(), strict=True))
             with _noting(pairs, set(modules), trial) as running:
-                alone(functools.partial(run, copied.eval(), args, kwargs, running, trial))
+                one = functools.partial(run, copied.eval(), args, kwargs, running, trial)
+                alone(one, copied.modules())
         except Exception as error:  # whatever the model's code does
             trial.failure = error
         else:
@@ -225,6 +229,8 @@ def _noting(
     def note(module: nn.Module, args: Any, kwargs: Any) -> Any:
         original = pairs[module]
         trial.called.add(original)
+        if inside_transform():
+            trial.transformed.add(original)
         running.called.append(module)
         if original not in asked:
             return None

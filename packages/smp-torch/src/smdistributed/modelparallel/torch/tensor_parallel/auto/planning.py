@@ -198,6 +198,8 @@ def _kept_whole(model: nn.Module, trial: Trial) -> dict[nn.Module, str]:
             found[each] = "of modules like it a trial run has called some only, as data may say"
         elif each not in trial.called:
             found[each] = "a trial run has not called it, so that code may read its weight"
+        elif each in trial.transformed:
+            found[each] = "a transform of torch.func calls it, where ranks cannot meet"
         elif each in trial.read:
             found[each] = "code reads its weight by itself"
     return found

@@ -3,7 +3,7 @@
 The output of the whole must be the sum of those of the slices, their mean, or these side by side;
 or, where they have summed what code goes on with, that of each. Then autograd gives the right
 gradients too: those of weights and inputs are the sums over the ranks. Code may change them, so
-those of the input are compared.
+those of the input are compared, and those of parameters that every rank has whole.
 
 It is computed in double precision, so that a wrong split stands out of rounding, whatever processor
 adds up; what rounding moves is measured, see ``rounding``. Code that has single precision written
@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.checkpointing import checkpointing_left_out
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.state import reads as state_reads
+from smdistributed.modelparallel.torch.state.python_random import python_draws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
     TensorForm,
@@ -50,6 +51,11 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
 from smdistributed.modelparallel.torch.tensor_parallel.auto.shrinking import shrunk
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_gradients import (
+    gradients_of,
+    is_differentiated,
+    sources_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_sums import (
     PausedError,
     TrialSums,
@@ -121,7 +127,8 @@ def prove(
     Raises:
         RefutedError: they do not.
     """
-    few, many = alone(lambda: shrunk(template, call, forms))
+    modules = list(template.module.modules())
+    few, many = alone(lambda: shrunk(template, call, forms), modules)
 
     def drawn(dtype: torch.dtype, seed: int) -> Proof:
         draws = torch.Generator().manual_seed(seed)
@@ -143,12 +150,14 @@ def prove(
         return drawn(dtype, _SEEDS[-1])
 
     try:
-        return alone(functools.partial(proven, torch.float64))
+        return alone(functools.partial(proven, torch.float64), modules)
     except _NoTrialError as error:
         try:
-            return alone(functools.partial(proven, torch.float32))
+            return alone(functools.partial(proven, torch.float32), modules)
         except _NoTrialError:
             raise error from None
+    except UnsupportedError as error:
+        raise RefutedError(f"its code changes what cannot be put back: {error}") from error
 
 
 @dataclass
@@ -229,7 +238,7 @@ class _Trial:
         """
         whole = self.whole
         arguments = self.call.sample(forms, self.draws, self.dtype, factor)
-        source = _source_of(arguments)
+        sources = sources_of(whole, self.plan, arguments) if has_gradients else []
         buffers = _versions(whole)
         given = [version_of(each) for each in Call(arguments).tensors]
         with state_reads.noted(whole) as read:
@@ -246,16 +255,17 @@ class _Trial:
         kept = {place: each.clone() for place, each in kept.items()}
         if not all(each.isfinite().all() for each in expected.tensors):
             raise _NoTrialError("it gives no finite numbers on random input")
-        if not has_gradients:
-            source = None
         weights = self._weights_like(expected.tensors)
-        wanted = [*expected.tensors, *_gradients(source, expected.tensors, weights)]
+        wanted = [*expected.tensors, *gradients_of(sources, expected.tensors, weights)]
         if known is not None and len(known.outputs) != len(expected.tensors):
             raise RefutedError("it returns more tensors or fewer")
         number = len(wanted)
         wanted += kept.values()
-        tolerance = Tolerance(wanted, self._moved(arguments, source, weights, kept))
-        if known is None and any(map(tolerance.is_vague, range(len(wanted)))):
+        tolerance = Tolerance(wanted, self._moved(arguments, sources, weights, kept))
+        # Gradients of parameters, of which some change nothing.
+        free = range(len(expected.tensors) + is_differentiated(arguments), number)
+        told = (place for place in range(len(wanted)) if place not in free)
+        if known is None and any(map(tolerance.is_vague, told)):
             raise _VagueError("rounding alone changes its numbers so much that nothing is proven")
         results, shapes = [], []
         for found, dropped, kept_of_slice in self._tried_by_all(arguments, read):
@@ -283,8 +293,9 @@ class _Trial:
         every = [each for found in results for each in found.tensors]
         ranks = range(self.size)
         theirs = [each for n in ranks for each in weights_of(n, self.size, outputs, weights)]
-        for place, each in enumerate(_gradients(source, every, theirs), len(outputs)):
-            if not tolerance.holds(place, each):
+        for place, each in enumerate(gradients_of(sources, every, theirs), len(outputs)):
+            is_told = place not in free or not tolerance.is_vague(place)
+            if is_told and not tolerance.holds(place, each):
                 raise RefutedError("code or a hook in it changes gradients")
         split = [split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
         return Proof(outputs, tuple(split), frozenset(read))
@@ -301,7 +312,7 @@ class _Trial:
     def _moved(
         self,
         arguments: Any,
-        source: torch.Tensor | None,
+        sources: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
         kept: Mapping[str, torch.Tensor],
     ) -> Iterator[list[torch.Tensor]]:
@@ -312,7 +323,7 @@ class _Trial:
                 results = tried(self.whole, arguments)[0].tensors
                 if [each.shape for each in results] != [each.shape for each in weights]:
                     raise RefutedError("rounding alone changes what it returns")
-                gradients = _gradients(source, results, weights)
+                gradients = gradients_of(sources, results, weights)
             now = tensors_kept_in(self.whole)
             yield [*results, *gradients, *(now.get(place, each) for place, each in kept.items())]
 
@@ -338,11 +349,14 @@ class _Trial:
         with distributed_modules_in(_Pretended(self.size, rank)):
             gate = cut(part, self.plan, self.size, functools.partial(_slice, rank))
             gate.is_open, gate.add_up = True, sums.add_up
-            with (
-                Reads(_owners(part), gate.is_used_by) as reads,
-                state_reads.noted(part) as read_of_part,
-            ):
-                result = tried(part, arguments)
+            try:
+                with (
+                    Reads(_owners(part), gate.is_used_by) as reads,
+                    state_reads.noted(part) as read_of_part,
+                ):
+                    result = tried(part, arguments)
+            finally:
+                gate.is_open = False  # as where ranks differentiate, which the module is no part of
             read |= read_of_part
             if reads.found:
                 raise RefutedError(f"its code reads {reads.found[0]} by itself")
@@ -358,28 +372,6 @@ def _check_kept(place: str | None) -> None:
         raise RefutedError(f"it keeps an activation, {place}, of which a rank would have a slice")
 
 
-def _source_of(arguments: Any) -> torch.Tensor | None:
-    """Returns the argument whose gradients are compared, which gets some from here on."""
-    tensors = Call(arguments).tensors
-    if not tensors or not tensors[0].is_floating_point() or not torch.is_grad_enabled():
-        return None
-    return tensors[0].requires_grad_()
-
-
-def _gradients(
-    source: torch.Tensor | None, results: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    """Returns the gradient of the sum of what some results weigh, if there is a source."""
-    if source is None:
-        return []
-    pairs = [pair for pair in zip(results, weights, strict=True) if pair[0].requires_grad]
-    if not pairs:
-        return [torch.zeros_like(source)]
-    of, by = zip(*pairs, strict=True)
-    (found,) = torch.autograd.grad(of, source, by, allow_unused=True)
-    return [torch.zeros_like(source) if found is None else found]
-
-
 def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]]]:
     """Calls a module without dropout; returns its result, and the shapes of what is dropped from.
 
@@ -387,7 +379,7 @@ def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]
         RefutedError: the call fails, or draws in another way than by dropout.
     """
     args, kwargs = arguments
-    before = torch.get_rng_state()
+    before, draws_python = torch.get_rng_state(), python_draws()
     noted = NotedDraws()
     try:
         # What is computed again is what it was, so that is no part of what slices are tried for.
@@ -398,7 +390,7 @@ def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]
     except Exception as error:  # any code may run here
         first = (str(error).splitlines() or [""])[0]
         raise RefutedError(f"{type(error).__name__}: {first}") from error
-    if not torch.equal(before, torch.get_rng_state()):
+    if draws_python() or not torch.equal(before, torch.get_rng_state()):
         raise RefutedError("it draws random numbers in another way than by dropout")
     return result, noted.shapes
 
