@@ -57,7 +57,7 @@ def gradients_of(
         found = torch.autograd.grad(of, sources, by, allow_unused=True)
     except SMPError as error:
         raise RefutedError(
-            "its backward pass computes what is split again, as a function with a gradient of its own"
+            "its backward pass calls what is split, as one of a function of its own may do"
         ) from error
     except Exception as error:  # any code may run here
         first = (str(error).splitlines() or [""])[0]
