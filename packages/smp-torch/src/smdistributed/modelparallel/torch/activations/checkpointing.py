@@ -16,6 +16,8 @@ from typing import Any
 from torch import nn
 from torch.utils import checkpoint as native
 
+from smdistributed.modelparallel.torch.activations.objects import finding_objects_again
+
 #: Gives the partition of a module; None while it is not decided.
 PartitionOf = Callable[[nn.Module], int | None]
 
@@ -30,8 +32,9 @@ def checkpoint(
         raise TypeError(
             f"checkpoint takes a module or a function; received {type(function).__name__}."
         )
+    again = finding_objects_again(function, args, kwargs)
     return native.checkpoint(
-        function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        again, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
     )
 
 

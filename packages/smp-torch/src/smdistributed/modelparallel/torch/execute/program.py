@@ -319,19 +319,30 @@ class Program:
         parameters, results, dead = _outside(nodes, later)
         how = how_again(self._plan.graph, nodes)
         options = f"use_reentrant={how is Again.REENTRANT}, preserve_rng_state=False"
-        call = f"checkpoint({', '.join(['region', *parameters, options])})"
+        # Objects with state are found as they were, too.
+        turns = any(map(_objects_given, nodes))
+        given = ["carried.each_time()"] * turns + parameters
+        call = f"checkpoint({', '.join(['region', *given, options])})"
         stops = "" if how is Again.AS_NEEDED else "with set_checkpoint_early_stop(False): "
         return [
-            *(f"    {line}" for line in self._function("region", nodes, later)),
+            *(f"    {line}" for line in self._function("region", nodes, later, turns=turns)),
             f"    {stops}{f'({results}) = ' if results else ''}{call}",
             f"    del {', '.join(['region', *dead])}",
         ]
 
-    def _function(self, name: str, nodes: Sequence[Node], later: set[Value]) -> list[str]:
+    def _function(
+        self, name: str, nodes: Sequence[Node], later: set[Value], *, turns: bool = False
+    ) -> list[str]:
+        """Returns a function of what is read from before.
+
+        Args:
+            turns: it finds the objects with state of each turn by what it is given first.
+        """
         parameters, results, _ = _outside(nodes, later)
         returned = {value for node in nodes for value in node.outputs if value in later}
         return [
-            f"def {name}({', '.join(parameters)}):",
+            f"def {name}({', '.join(['turns'] * turns + parameters)}):",
+            *(["    carried = next(turns)"] * turns),
             *self._straight(nodes, returned),
             f"    return ({results})",
         ]

@@ -14,8 +14,6 @@ from torch import nn
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.record.calls.regions import Again, Region
 from smdistributed.modelparallel.torch.record.ir import Graph, Node, NodeKind
-from smdistributed.modelparallel.torch.state.carried import Carried
-from smdistributed.modelparallel.torch.tensors.nested import placeholders
 from smdistributed.modelparallel.torch.trial.turns import keeps_state
 
 #: What computes nothing may come before a region, wherever it was first read.
@@ -42,14 +40,12 @@ def parts_of(nodes: Sequence[Node]) -> Iterator[tuple[Region | None, list[Node]]
 def can_repeat(nodes: Sequence[Node]) -> bool:
     """Whether nodes can run again in the backward pass, and find everything as it was.
 
-    Not if they change a tensor from outside in place, or an object that travels through the
-    microbatch, such as a cache; and not worth it where no gradient passes.
+    Not if they change a tensor from outside in place; and not worth it where no gradient passes.
+    Objects that travel through the microbatch, such as a cache, are copied for that.
     """
     made = {value for node in nodes for value in node.outputs}
     return not all(node.replicated for node in nodes) and not any(
-        any(value not in made for value in node.changes)
-        or any(True for _ in placeholders((node.args, node.kwargs), Carried))
-        for node in nodes
+        any(value not in made for value in node.changes) for node in nodes
     )
 
 
@@ -101,7 +97,7 @@ def _check_part(part: Sequence[Node], *, alone: bool) -> None:
         raise _refused(
             node,
             "together with code that cannot be computed again, since it changes a tensor from "
-            "outside in place, or an object that goes from one module to another",
+            "outside in place",
         )
     made = {value for each in part for value in each.outputs}
     given = {value for each in part for value in each.inputs} - made

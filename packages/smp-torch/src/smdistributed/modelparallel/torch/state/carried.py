@@ -222,6 +222,19 @@ class CarriedObjects:
         self._num_done.clear()
         self._watches.clear()
 
+    def each_time(self) -> Iterator[CarriedObjects]:
+        """Yields what a checkpointed call is given: these; when it comes again, as they are now."""
+        kept = self._as_they_are()
+        yield self
+        while True:
+            yield kept._as_they_are()
+
+    def _as_they_are(self) -> CarriedObjects:
+        found = CarriedObjects()
+        found._copies = {carried: copied(each) for carried, each in self._copies.items()}
+        found._num_done = dict(self._num_done)
+        return found
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """Yields the tensors in the copies."""
         for each in self._copies.values():
