@@ -57,7 +57,7 @@ def test_ranks_are_spread_over_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     here, there = os.uname().nodename, hosts.names[1]
     at = "train.py:13 in <module>: world.barrier()"
-    told = [line.removeprefix("[0] ") for line in done.stderr.splitlines()]
+    told = [line[4:] for line in done.stderr.splitlines() if line.startswith("[0] ")]
     assert told[0].startswith(f"rank 0 ({here}): "), done.stderr
     assert told[1] == f"ranks 1-3 ({here}, {there}): {at}"
     rest = "6 {\"ddp\": true} 1 ['a b']"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils import checkpoint as native
 
 from smdistributed.modelparallel.torch.activations import checkpointing
+from smdistributed.modelparallel.torch.compat.private.backward import is_accumulation_kept
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.random.keys import StepRandom
 from smdistributed.modelparallel.torch.state.carried import CarriedObjects
@@ -55,6 +58,7 @@ class Layers(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cache = Cache()
+        self.cache = weakref.ref(cache)
         for layer in self.layers:
             x = self.checkpoint(layer, x, cache=cache) if self.checkpoint else layer(x, cache)
         assert cache.number == len(self.layers)
@@ -79,6 +83,20 @@ def x() -> torch.Tensor:
 def test_a_call_that_comes_again_adds_to_the_cache_as_it_was(x: torch.Tensor) -> None:
     module = Layers(checkpointing.checkpoint)
     torch.testing.assert_close(gradients(module, module(x)), wanted(x))
+
+
+def test_caches_and_graphs_go_when_the_result_does(x: torch.Tensor) -> None:
+    module = Layers(checkpointing.checkpoint)
+    gc.collect()
+    gc.disable()
+    try:
+        loss = module(x).square().sum()
+        loss.backward(retain_graph=True)
+        del loss
+        assert module.cache() is None
+        assert not any(map(is_accumulation_kept, module.parameters()))
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("places", [(0, 0, 0, 0), (0, 1, 1, 0)])

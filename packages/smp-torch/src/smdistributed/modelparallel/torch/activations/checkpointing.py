@@ -32,9 +32,9 @@ def checkpoint(
         raise TypeError(
             f"checkpoint takes a module or a function; received {type(function).__name__}."
         )
-    again = finding_objects_again(function, args, kwargs)
+    function, args, kwargs = finding_objects_again(function, args, kwargs)
     return native.checkpoint(
-        again, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
     )
 
 

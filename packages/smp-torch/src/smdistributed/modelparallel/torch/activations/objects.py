@@ -7,8 +7,7 @@ would else find there what it has added itself, and what later layers have.
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,10 +19,19 @@ from smdistributed.modelparallel.torch.tensors.nested import opaque_objects
 #: No call changes them, or it does so to a module, whose state has rules of its own.
 _APART = (type, nn.Module)
 
+_Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Place:
+    """Stands for an object in the arguments that torch keeps for the call that comes again.
+
+    The object itself would keep the graph alive, which it has tensors of.
+    """
+
 
 def finding_objects_again(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     """Returns what calls a function with the objects in its arguments as they are now.
 
     The first call is given the objects themselves; later ones, copies of what they are now, with
@@ -33,27 +41,40 @@ def finding_objects_again(
         function: what is checkpointed.
         args: by position, of the call that is about to be made.
         kwargs: by name.
+
+    Returns:
+        a function, and what it is to be called with.
     """
-    objects = {
-        id(each): each
-        for each in opaque_objects((args, kwargs))
-        if not isinstance(each, _APART) and not callable(each)
-    }
-    if not objects:
-        return function
+    objects = list(
+        {
+            id(each): each
+            for each in opaque_objects((args, kwargs))
+            if not isinstance(each, _APART) and not callable(each)
+        }.values()
+    )
     try:
         kept = copied(objects)
     except (TypeError, copy.Error):
-        return function
-    turns = itertools.chain([objects], (copied(kept) for _ in itertools.repeat(None)))
+        objects = []
+    if not objects:
+        return function, args, kwargs
+    places = [_Place() for _ in objects]
+    first = [list(objects)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        now = next(turns)
-        args, kwargs = pytree.tree_map(
-            lambda each: now.get(id(each), each),
-            (args, kwargs),
-            is_leaf=lambda each: id(each) in objects,
-        )
+        now = first.pop() if first else copied(kept)
+        args, kwargs = _with_others(places, now, (args, kwargs))
+        del now
         return function(*args, **kwargs)
 
-    return call
+    return call, *_with_others(objects, places, (args, kwargs))
+
+
+def _with_others(ones: Sequence[Any], others: Sequence[Any], given: _Given) -> _Given:
+    """Returns arguments with other objects in them."""
+    found = {id(one): other for one, other in zip(ones, others, strict=True)}
+    ids = frozenset(found)  # what tells leaves outlives the call, in a cycle of torch's
+    made: _Given = pytree.tree_map(
+        lambda each: found.get(id(each), each), given, is_leaf=lambda each: id(each) in ids
+    )
+    return made
