@@ -41,6 +41,14 @@ def test_a_part_holds_what_its_operations_meet() -> None:
     assert TAPE.memory([]) == PassMemory()
 
 
+def test_what_an_object_holds_stays_where_all_else_is_computed_again() -> None:
+    memories = (TAPE.memories[0]._replace(is_held=True), *TAPE.memories[1:])
+    holding = dataclasses.replace(TAPE, memories=memories)
+    assert holding.memory([(0, 2)]).again(4).kept == 4 + 10
+    assert holding.memory([(2, 4)]).again(4).kept == TAPE.memory([(0, 2)]).again(4).kept == 4
+    assert PassTape.from_document(json.loads(json.dumps(dataclasses.asdict(holding)))) == holding
+
+
 def test_several_backward_passes_are_met_by_their_places() -> None:
     twice = BackwardTape((3, 1, 3, 0), {})
     assert twice.within([(2, 4)]) == [0, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,15 +10,19 @@ import pytest
 import torch
 from recorded import CPU, Recorded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from smdistributed.modelparallel.common.planning.pass_memory import PassMemory
 from smdistributed.modelparallel.common.planning.pass_tape import PassTape
+from smdistributed.modelparallel.torch.activations import checkpointing
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.recorder import Recorder
 
 ROWS, WIDTH = 64, 32
 #: Of an activation.
 SIZE = 4 * ROWS * WIDTH
+
+native_checkpoint = functools.partial(checkpoint, use_reentrant=False)
 
 
 class Noted(Recorded):
@@ -135,6 +140,31 @@ def test_the_loss_is_what_takes_most() -> None:
     # Logarithms are kept; their gradient is there beside that of the logits.
     assert found.kept == pytest.approx(50 * SIZE, rel=0.01)
     assert found.backward == pytest.approx(150 * SIZE, rel=0.01)
+
+
+@pytest.mark.parametrize("how", [checkpointing.checkpoint, native_checkpoint])
+def test_what_a_checkpointed_call_adds_to_a_cache_stays(how: Callable[..., Any]) -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[torch.Tensor] = []
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:  # type: ignore[override]
+            cache.keys.append(super().forward(x).tanh())
+            return torch.exp(x) * cache.keys[-1]
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(WIDTH, WIDTH) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            cache = Cache()
+            for layer in self.layers:
+                x = how(layer, x, cache)
+            return x
+
+    assert _whole(Net()).held == 2 * SIZE
 
 
 def test_code_of_the_users_in_the_backward_pass_does_not_run() -> None:

@@ -19,6 +19,7 @@ class PassMemory:
         first_half: the same of a backward pass that leaves the gradients of weights for later.
         waiting: what the gradients of weights are computed from, where they wait.
         weights: of the largest gradient of a weight, which is there before it is added to the sum.
+        held: from the forward pass to the backward pass, although all is computed again.
     """
 
     kept: float = 0.0
@@ -27,6 +28,7 @@ class PassMemory:
     first_half: float = 0.0
     waiting: float = 0.0
     weights: float = 0.0
+    held: float = 0.0
 
     def then(self, other: PassMemory) -> PassMemory:
         """Returns the memory of two parts that a microbatch passes one after the other."""
@@ -37,6 +39,7 @@ class PassMemory:
             max(other.waiting + self.first_half, self.kept + other.first_half),
             self.waiting + other.waiting,
             max(self.weights, other.weights),
+            self.held + other.held,
         )
 
     def beside(self, more: float) -> PassMemory:
@@ -55,7 +58,7 @@ class PassMemory:
         Args:
             given: bytes of what it is given, which it keeps in place of all else.
         """
-        return replace(self, kept=0.0).beside(given)
+        return replace(self, kept=0.0).beside(given + self.held)
 
     def times(self, factor: float) -> PassMemory:
         """Returns that for ``factor`` times as many examples."""
@@ -66,6 +69,7 @@ class PassMemory:
             factor * self.first_half,
             factor * self.waiting,
             self.weights,
+            factor * self.held,
         )
 
     def most_in(self, kind: Kind) -> float:

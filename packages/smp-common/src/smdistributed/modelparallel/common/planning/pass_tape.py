@@ -35,12 +35,14 @@ class Memory(NamedTuple):
         born: the operation.
         uses: those that read it or write to it, ascending.
         kept: what is kept of it.
+        is_held: it stays to the backward pass although what made it is computed again.
     """
 
     num_bytes: int
     born: int
     uses: tuple[int, ...] = ()
     kept: tuple[Keeping, ...] = ()
+    is_held: bool = False
 
 
 class Product(NamedTuple):
@@ -146,8 +148,8 @@ class PassTape:
         return cls(
             document["num_operations"],
             tuple(
-                Memory(size, born, tuple(uses), tuple(Keeping(*each) for each in kept))
-                for size, born, uses, kept in document["memories"]
+                Memory(size, born, tuple(uses), tuple(Keeping(*each) for each in kept), is_held)
+                for size, born, uses, kept, is_held in document["memories"]
             ),
             tuple(Product(at, tuple(read), *sizes) for at, read, *sizes in document["products"]),
             BackwardTape(
@@ -165,8 +167,10 @@ class PassTape:
         within = _Within(spans)
         forward: dict[int, int] = {}
         kept: dict[int, tuple[int | None, int]] = {}
+        held = 0
         for place in self._met(within):
             each = self.memories[place]
+            held += each.num_bytes * (each.is_held and within.has(each.born))
             first, last = within.reach(each.born, each.uses)
             inside = [one for one in each.kept if within.has(one.at)]
             if inside:
@@ -193,6 +197,7 @@ class PassTape:
             self.backward.most(within.spans, waiting, given) or unknown,
             sum(kept[place][1] for place in read) + sum(each.given_bytes for each in products),
             max((each.weight_bytes for each in products), default=0),
+            held,
         )
 
     @functools.cached_property

@@ -7,7 +7,7 @@ would else find there what it has added itself, and what later layers have.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,11 +22,37 @@ _APART = (type, nn.Module)
 _Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class _Place:
+class Place:
     """Stands for an object in the arguments that torch keeps for the call that comes again.
 
     The object itself would keep the graph alive, which it has tensors of.
+
+    Args:
+        obj: the object.
+
+    Attributes:
+        obj: it, until the first call has begun.
     """
+
+    def __init__(self, obj: Any) -> None:
+        self.obj = obj
+
+    def take(self) -> Any:
+        """Returns the object, once."""
+        obj, self.obj = self.obj, None
+        return obj
+
+
+def given_objects(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the objects with state that a checkpointed call is given, before it is made.
+
+    Args:
+        args: by position, as torch is given them.
+        kwargs: by name.
+    """
+    found = opaque_objects((tuple(args), dict(kwargs)))
+    objects = [each.obj if isinstance(each, Place) else each for each in found]
+    return [each for each in objects if not isinstance(each, _APART) and not callable(each)]
 
 
 def finding_objects_again(
@@ -45,24 +71,18 @@ def finding_objects_again(
     Returns:
         a function, and what it is to be called with.
     """
-    objects = list(
-        {
-            id(each): each
-            for each in opaque_objects((args, kwargs))
-            if not isinstance(each, _APART) and not callable(each)
-        }.values()
-    )
+    objects = list({id(each): each for each in given_objects(args, kwargs)}.values())
     try:
         kept = copied(objects)
     except (TypeError, copy.Error):
         objects = []
     if not objects:
         return function, args, kwargs
-    places = [_Place() for _ in objects]
-    first = [list(objects)]
+    places = [*map(Place, objects)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        now = first.pop() if first else copied(kept)
+        is_first = places[0].obj is not None
+        now = [each.take() for each in places] if is_first else copied(kept)
         args, kwargs = _with_others(places, now, (args, kwargs))
         del now
         return function(*args, **kwargs)

@@ -79,6 +79,7 @@ from smdistributed.modelparallel.torch.record.trace.overwritten import (
 )
 from smdistributed.modelparallel.torch.record.trace.tree import Entry, EntryKind, Trace, Way
 from smdistributed.modelparallel.torch.record.trace.values import Values
+from smdistributed.modelparallel.torch.state.contents import tensors_held
 from smdistributed.modelparallel.torch.state.switches import positions
 from smdistributed.modelparallel.torch.tensor_parallel.slice_guard import (
     refuse_reads,
@@ -697,7 +698,7 @@ class Recorder(TorchFunctionMode):
         return self._leaves.call(call, module, args, kwargs)
 
     @contextlib.contextmanager
-    def checkpointed(self, how: Again) -> Iterator[None]:
+    def checkpointed(self, how: Again, objects: Sequence[Any]) -> Iterator[None]:
         """Gives what is recorded inside a region of its own, if a backward pass may come to it."""
         if not torch.is_grad_enabled():
             yield
@@ -710,6 +711,8 @@ class Recorder(TorchFunctionMode):
             yield
         with self._state.pausing():
             self._state.written_again += watched.written()
+            if (tape := self._context.meter.tape) is not None:
+                tape.hold(tensors_held(objects))
 
     def backward(self, model: nn.Module, tensors: Any, grad_tensors: Any) -> None:
         """Notes that the user asked for the gradients of ``tensors``, by a model of the user's."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.torch.activations.objects import given_objects
 from smdistributed.modelparallel.torch.compat.private.backward import hooks_of_nodes_seen
 from smdistributed.modelparallel.torch.compat.private.checkpointing import (
     as_reentrant,
@@ -51,11 +52,14 @@ class Listener(Protocol):
     ) -> Any:
         """Stands in for a call that torch's function modes do not see."""
 
-    def checkpointed(self, how: Again) -> contextlib.AbstractContextManager[None]:
+    def checkpointed(
+        self, how: Again, objects: Sequence[Any]
+    ) -> contextlib.AbstractContextManager[None]:
         """Stands around the call of a function whose activations are not to be kept.
 
         Args:
             how: it will be computed again.
+            objects: with state, that the function is given.
         """
 
     def note_backward_code(self) -> None:
@@ -138,11 +142,13 @@ def _checkpoints_seen(listener: Listener) -> Iterator[None]:
     """Runs checkpointed functions once and keeps nothing for a recomputation."""
 
     def around(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with listener.checkpointed(Again.AS_NEEDED if stops_early(args) else Again.TO_THE_END):
+        how = Again.AS_NEEDED if stops_early(args) else Again.TO_THE_END
+        with listener.checkpointed(how, given_objects(args, kwargs)):
             yield
 
     def reentrant(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        with as_reentrant(args), listener.checkpointed(Again.REENTRANT):
+        objects = given_objects(args, {})
+        with as_reentrant(args), listener.checkpointed(Again.REENTRANT, objects):
             return function(*args)
 
     with checkpointing_replaced(lambda *_: (around, reentrant)):

@@ -40,12 +40,14 @@ class _Memory:
         born: the operation.
         uses: those that read it or write to it.
         kept: what autograd keeps of it.
+        is_held: by an object that a checkpointed call is given.
     """
 
     num_bytes: int
     born: int
     uses: list[int] = field(default_factory=list)
     kept: list[KeptFor] = field(default_factory=list)
+    is_held: bool = False
 
 
 class Kept(NamedTuple):
@@ -163,6 +165,15 @@ class TapeWriter:
         self.backward.leave_out(tensor)
         return tensor
 
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes note of what stays although a call that has made it is computed again.
+
+        Args:
+            tensors: of objects that the call was given, which is over.
+        """
+        for memory in self._of(storage_of(each) for each in tensors if has_memory(each)):
+            memory.is_held = True
+
     def put_back(self, num_operations: int) -> None:
         """Forgets what came after some operations."""
         if num_operations == self.num_operations:
@@ -205,6 +216,7 @@ class TapeWriter:
                     each.born,
                     tuple(each.uses),
                     tuple(Keeping(one.at, one.freed) for one in each.kept),
+                    each.is_held,
                 )
                 for each in self._memories
             ),
