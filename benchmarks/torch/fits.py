@@ -3,9 +3,9 @@
     python benchmarks/torch/fits.py llama_1.3b:4:0 gpt2_xl:8:1
 
 A case is a model, its microbatches and ``checkpointed_blocks``. It is planned, and then trained
-twice, with as much memory left as the plan says that it takes, and with a tenth less; the rest of
-the device is taken before. A line has the plan, and of each size whether the job trained, whether
-it warned before its first step, and what its tensors took at most.
+with as much memory left as the plan says that it takes, with a tenth less, and with other
+``--shares`` of it; the rest of the device is taken before. A line has the plan, and of each share
+whether the job trained, whether it warned before its first step, and what its tensors took at most.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from smdistributed.modelparallel.common.search.ranking import Search
 
 GIB = 1 << 30
 STEPS = 6
-#: Shares of what the plan says, and whether the job is to train.
-SIZES = {1.0: True, 0.9: False}
+#: Shares of what the plan says that the job is to train with, and is not to.
+ENOUGH, TOO_LITTLE = 1.0, 0.9
 
 
 class Case:
@@ -170,19 +170,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("cases", nargs="+", metavar="MODEL:MICROBATCHES:CHECKPOINTED")
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--shares", type=float, nargs="+", default=[ENOUGH, TOO_LITTLE])
     words = parser.parse_args()
     gc.freeze()
-    right = 0
+    verdicts: list[bool] = []
     for each in words.cases:
         case = Case(each, words.batch)
         plan = _apart(functools.partial(planned, case))
         row = {"case": each, **{f"{kind}_gib": round(plan[kind] / GIB, 2) for kind in plan}}
-        for share, is_to_train in SIZES.items():
+        for share in words.shares:
             found = _apart(functools.partial(trained, case, share * plan["total"]))
             row[str(share)] = found
-            right += found["trained"] == is_to_train
+            if share >= ENOUGH or share <= TOO_LITTLE:
+                verdicts.append(found["trained"] == (share >= ENOUGH))
         print(json.dumps(row), flush=True)
-    print(json.dumps({"right": right, "of": len(SIZES) * len(words.cases)}))
+    print(json.dumps({"right": sum(verdicts), "of": len(verdicts)}))
 
 
 if __name__ == "__main__":

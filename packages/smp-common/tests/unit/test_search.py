@@ -151,7 +151,7 @@ def test_the_memory_of_one_process_is_the_sum_of_what_was_measured() -> None:
     assert (memory.gradients, memory.optimizer) == (whole.gradient_bytes, whole.optimizer_bytes)
     head = 2.0 * EXAMPLES * 512 * 32_000  # what a microbatch makes there, on its way
     assert memory.activations == pytest.approx(whole.kept_bytes + head)
-    assert memory.reserve == pytest.approx(1 * GIB + 0.06 * (memory.total - memory.reserve))
+    assert memory.reserve == pytest.approx(1 * GIB + 0.10 * (memory.total - memory.reserve))
 
 
 def test_shards_and_replicas_hold_their_parts() -> None:

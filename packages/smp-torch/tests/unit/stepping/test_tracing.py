@@ -46,7 +46,7 @@ def test_what_passes_hold_is_noted_where_it_is_told(
     scene: Any = SimpleNamespace(open=[], storages=set())
     found = Tracing(runtime, lambda: None, compiles_runs=False)
     with (
-        mock.patch.object(tracing, "capacity_of", return_value=capacity),
+        mock.patch.object(tracing, "available_on", return_value=capacity),
         mock.patch.object(tracing.logger, "isEnabledFor", lambda asked: asked >= level),
         mock.patch.object(tracing, "Meter", wraps=Meter) as made,
         found.metered([model], scene),

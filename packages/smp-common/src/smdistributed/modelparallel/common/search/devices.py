@@ -36,7 +36,8 @@ class Device:
         call_seconds: what the host takes for a kernel that Python launches, and for the call of a
             module besides.
         context_bytes: what the driver and the libraries of collectives keep.
-        slack: share of all else that the allocator keeps besides.
+        slack: share of all else that the allocator keeps besides. Of 12 jobs on an H200 one took
+            9% more than tensors and a context, the others 4 to 6 (``benchmarks/torch/fits.py``).
         is_gpu: whether memory takes the time of all that is no product, and the host is another
             processor, which works meanwhile.
     """
@@ -51,7 +52,7 @@ class Device:
     kernel_seconds: float = 1.5e-6
     call_seconds: float = 25e-6
     context_bytes: int = 1 * _GIB
-    slack: float = 0.06
+    slack: float = 0.10
     is_gpu: bool = True
 
 

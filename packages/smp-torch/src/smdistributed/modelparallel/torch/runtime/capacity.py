@@ -12,3 +12,10 @@ def capacity_of(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_on(device: torch.device) -> int:
+    """Returns the bytes of a device that this process has, or can have: no other one has them."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return capacity_of(device)

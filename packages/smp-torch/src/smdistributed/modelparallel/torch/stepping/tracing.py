@@ -16,7 +16,7 @@ from smdistributed.modelparallel.torch.planning.timing import measure
 from smdistributed.modelparallel.torch.record.costs.meter import Meter
 from smdistributed.modelparallel.torch.record.costs.work import Operations
 from smdistributed.modelparallel.torch.record.scene import Scene
-from smdistributed.modelparallel.torch.runtime.capacity import capacity_of
+from smdistributed.modelparallel.torch.runtime.capacity import available_on
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Tracing:
         needed = 4 * sum(each.numel() * each.element_size() for each in parameters)
         sharing = runtime.transport.local_size if runtime.device.type == "cpu" else 1
         own = needed * sharing / runtime.topology.pp_size
-        return own > _MUCH_OF_MEMORY * capacity_of(runtime.device)
+        return own > _MUCH_OF_MEMORY * available_on(runtime.device)
 
     def measure(self, group: CommGroup) -> None:
         """Times what is new, on the first rank of a group. Collective: that group."""
