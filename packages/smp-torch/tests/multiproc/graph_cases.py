@@ -467,6 +467,52 @@ def taken_down(are_alike: bool) -> tuple[bool, int, int]:
     return want[0] == got[0], made.call_count, len(begun)
 
 
+def answered(patterns: list[list[bool]], others: list[list[bool]]) -> tuple[bool, int]:
+    """Trains by batches whose padding a model asks about, as those of Transformers do.
+
+    Args:
+        patterns: of each step, of which microbatches some tokens are padding.
+        others: the same on other ranks than the first of a tensor-parallel group.
+
+    Returns:
+        whether training is that without graphs, and how many steps began as captured.
+    """
+
+    def losses(*, cuda_graphs: bool) -> tuple[list[list[float]], list[torch.Tensor]]:
+        torch.manual_seed(0)
+        with smp.tensor_parallelism(enabled=smp.tp_size() > 1, auto=True):
+            net = _around(Own(_factor))
+        model = smp.DistributedModel(net)
+        optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.01))
+
+        @smp.step(cuda_graphs=cuda_graphs)
+        def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            x = model(x)
+            whole = mask.bool().all()
+            loss = (x if whole else x * mask[:, None]).square().mean()
+            model.backward(loss)
+            return loss
+
+        numbers = torch.Generator(torch.get_default_device()).manual_seed(1 + smp.dp_rank())
+        found = []
+        for pattern in patterns if smp.tp_rank() == 0 else others:
+            x = torch.randn(4 * MICROBATCHES, WIDTH, generator=numbers)
+            mask = torch.ones(MICROBATCHES, 4)
+            mask[torch.tensor(pattern), 0] = 0
+            found.append([each.item() for each in step(x, mask.flatten()).outputs])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return found, [each.detach().clone() for each in model.parameters()]
+
+    if torch.cuda.is_available():
+        losses(cuda_graphs=False)
+    want = losses(cuda_graphs=False)
+    with captured() as (begun, _):
+        got = losses(cuda_graphs=True)
+    same = want[0] == got[0] and all(map(torch.equal, want[1], got[1]))
+    return same, len(begun)
+
+
 def launched_by_default() -> tuple[int, list[str]]:
     """Trains by a script that asks for nothing.
 

@@ -136,7 +136,7 @@ class _Capture(TorchDispatchMode):
             raise RuntimeError("operation not permitted: numbers of the host come to the device")
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("operation not permitted when stream is capturing")
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and not _is_gather(func, args):
             raise RuntimeError("operation not permitted: the host waits for a shape")
         if func is torch.ops.aten.set_data.default:
             return func(*args, **kwargs)  # which memory a tensor has is the host's alone
@@ -170,6 +170,13 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
 def _aliases(tree: Any) -> Any:
     """Returns a structure with other tensors, that have the same memory."""
     return tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, tree)
+
+
+def _is_gather(func: Any, args: Any) -> bool:
+    """Whether what is indexed is so by numbers, which give as many as there are."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return all(each is None or each.dtype in (torch.int32, torch.int64) for each in args[1])
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

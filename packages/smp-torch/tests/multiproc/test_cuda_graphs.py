@@ -15,6 +15,7 @@ from graph_cases import (
     NETS,
     RUN_BACKWARD,
     STEPS,
+    answered,
     compare,
     compare_turning,
     launched_by_default,
@@ -223,6 +224,33 @@ def test_a_microbatch_that_does_something_else_is_found_out(worlds: Worlds) -> N
     # Of the first, then, when one had gone another way, of each.
     assert num_tapes == 1 + MICROBATCHES
     assert 0 < num_captured < STEPS - 3
+
+
+_NONE, _ALL, _ONE = [False] * 4, [True] * 4, [False, True, False, False]
+#: Of which microbatches of each step something is padding, and in how many it is known by then what
+#: is to be launched: each pattern runs as it is twice, and no fifth one is captured.
+PADDED = {
+    "always": ([_ALL] * 5, 3),
+    "in turns": ([_NONE, _ONE] * 4, 4),
+    "in the end": ([_NONE] * 4 + [_ONE] * 4 + [_NONE], 5),
+    "each time elsewhere": ([list(each) for each in itertools.product([False, True], repeat=4)], 0),
+}
+
+
+@pytest.mark.parametrize(("patterns", "count"), PADDED.values(), ids=PADDED)
+def test_what_batches_answer_is_found_ahead(
+    worlds: Worlds, patterns: list[list[bool]], count: int
+) -> None:
+    ((same, launched),) = run(worlds, ONE_PARTITION["alone"], answered, patterns, patterns)
+    assert same
+    assert launched == count
+
+
+def test_ranks_that_are_answered_otherwise_decide_together(worlds: Worlds) -> None:
+    patterns = [_NONE, _ONE, _NONE, _ALL, _NONE, _NONE, _ONE, _ONE]
+    found = run(worlds, slices(2), answered, patterns, [_NONE] * len(patterns))
+    assert all(same for same, _ in found)
+    assert len({count for _, count in found}) == 1
 
 
 def _runs_backward(moment: str, told: list[str]) -> bool:

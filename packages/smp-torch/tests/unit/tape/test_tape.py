@@ -23,6 +23,7 @@ from smdistributed.modelparallel.torch.compat.private import fusion
 from smdistributed.modelparallel.torch.compat.private.backward import applied_alone
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode, TorchDispatchMode
 from smdistributed.modelparallel.torch.tape import recording as recording_module
+from smdistributed.modelparallel.torch.tape.answers import answers, are_answers
 from smdistributed.modelparallel.torch.tape.confirming import Confirming
 from smdistributed.modelparallel.torch.tape.promised import Promised
 from smdistributed.modelparallel.torch.tape.recording import Recording
@@ -67,8 +68,10 @@ def fakes() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def recorded(call: Pass, x: torch.Tensor) -> Tape:
-    recording = Recording(CPU, DEVICES, [x], [], lambda function: function, fakes())
+def recorded(call: Pass, x: torch.Tensor, *, is_given_ahead: bool = False) -> Tape:
+    recording = Recording(
+        CPU, DEVICES, [x], [], lambda function: function, fakes(), is_given_ahead=is_given_ahead
+    )
     with recording.recording():
         result = call(x)
     recording.end([result])
@@ -78,7 +81,10 @@ def recorded(call: Pass, x: torch.Tensor) -> Tape:
 def confirmed(promised: Promised, call: Pass, x: torch.Tensor) -> tuple[bool, Any, Alone]:
     """Returns whether Python went another way, what it gave, and what others were told."""
     others = Alone()
-    confirming = Confirming(promised, CPU, DEVICES, Random(), lambda: [x.detach()], others)
+    answered = answers(promised.tape, [x], Random(), DEVICES)
+    confirming = Confirming(
+        promised, CPU, DEVICES, Random(), lambda: [x.detach()], others, answers=answered
+    )
     (given,) = promised.given(0, 1)
     with confirming.confirming():
         result = call(given)
@@ -394,6 +400,79 @@ def test_what_a_tape_cannot_hold_is_refused(call: Pass, reason: str) -> None:
     assert torch.equal(result, want)
     assert recording.tape.refusal
     assert any(each in recording.tape.refusal for each in reason.split("|"))
+
+
+def _noted(x: torch.Tensor) -> torch.Tensor:
+    seen = torch.zeros(x.shape)
+    seen[x > 0] = 1
+    return x * 2 if seen.all() else x * 3
+
+
+def _noted_past_autograd(x: torch.Tensor) -> torch.Tensor:
+    seen = torch.zeros(4)
+    seen.data.add_(x[0])
+    return x * 2 if (seen > 0).all() else x * 3
+
+
+def _noted_in_a_view(x: torch.Tensor) -> torch.Tensor:
+    seen = torch.zeros(4)
+    seen.view(2, 2).data.copy_(x[0].view(2, 2))
+    return x * 2 if (seen > 0).all() else x * 3
+
+
+def _changed_past_autograd(x: torch.Tensor) -> torch.Tensor:
+    seen = x * 1
+    seen.data.fill_(3.0)
+    return x * 2 if (seen > 0).all() else x * 3
+
+
+#: What decides, of what is given alone.
+QUESTIONS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "all": lambda x: bool((x > 0).all()),
+    "not all": lambda x: not (x > 0).all(),
+    "of a part": lambda x: bool((x[:, :2] > 0).all() and (x[:, 2:] > 0).all()),
+    "of a view": lambda x: bool(x.t().reshape(-1)[0] > 0),
+    "with numbers of the host": lambda x: bool((x > torch.tensor(0.0)).all()),
+    "of two": lambda x: torch.equal(x, x.abs()),
+    "for one": lambda x: (x > 0).all().is_nonzero(),
+    "in another type": lambda x: bool((x.double().sum(-1, keepdim=True) > 0).any()),
+    "outside": lambda x: bool((x.cumsum(0).masked_fill(x == 0, 1) > 0).all()),
+}
+
+
+@pytest.mark.parametrize("asks", QUESTIONS.values(), ids=QUESTIONS)
+def test_what_is_given_answers_ahead(asks: Callable[[torch.Tensor], bool]) -> None:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if asks(x) else x - 1
+
+    one, like_it, other = torch.rand(3, 4) + 1, torch.rand(3, 4) + 1, -torch.rand(3, 4) - 1
+    assert "asks for the numbers" in recorded(call, one).refusal
+    tape = recorded(call, one, is_given_ahead=True)
+    assert not tape.refusal
+    assert torch.equal(of_tape(tape)(one), call(one))
+    for x, is_alike in ((one, True), (like_it, True), (other, False)):
+        assert are_answers(tape, answers(tape, [x], Random(), DEVICES)) is is_alike
+        is_off, result, _ = confirmed(Promised(tape, {}), call, x)
+        assert is_off is not is_alike
+        assert not is_off or torch.equal(result, call(x))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x * 2 if (x * WEIGHT).sum() > 0 else x,
+        lambda x: x * 2 if (x + 1).add_(1).sum() > 0 else x,
+        lambda x: x * int((x > 0).sum()),
+        _noted,
+        _noted_past_autograd,
+        _noted_in_a_view,
+        _changed_past_autograd,
+    ],
+)
+@pytest.mark.parametrize("is_given_ahead", [False, True])
+def test_others_are_not_asked_ahead(call: Pass, is_given_ahead: bool) -> None:
+    tape = recorded(call, torch.randn(3, 4), is_given_ahead=is_given_ahead)
+    assert "asks for the numbers" in tape.refusal
 
 
 def test_what_is_checkpointed_is_computed_again_from_the_tape() -> None:

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.private.modes import pytree
@@ -71,6 +72,8 @@ def finding_objects_again(
     Returns:
         a function, and what it is to be called with.
     """
+    if torch.compiler.is_compiling():  # what is compiled runs no Python again
+        return function, args, kwargs
     objects = list({id(each): each for each in given_objects(args, kwargs)}.values())
     try:
         kept = copied(objects)

@@ -21,6 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.execute.taping import Draws, not_counted
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
+from smdistributed.modelparallel.torch.tape.answers import answers, are_answers
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Made, Tape
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
@@ -144,10 +145,10 @@ class TakenDown:
 
     def run(self, call: Call, body: Body) -> Any:
         """See ``Bodies``."""
-        if self._are_alike and self.tapes:
-            self.tapes.append(self.tapes[0])
-            return body(call)
         given = Arguments(call).tensors
+        if (alike := self._alike(given)) is not None:
+            self.tapes.append(alike)
+            return body(call)
         versions = list(map(version_of, given))
         self._recording = recording = Recording(
             self._device,
@@ -156,6 +157,7 @@ class TakenDown:
             [],
             self._recomputed,
             self._fakes,
+            is_given_ahead=True,
             known_hooks=saved_tensors_hooks(),
         )
         self._passes = []
@@ -189,6 +191,14 @@ class TakenDown:
             )
         )
         return result
+
+    def _alike(self, given: Sequence[torch.Tensor]) -> BodyTape | None:
+        """Returns what was taken down of a microbatch that is taken to do what this one does."""
+        for each in dict.fromkeys(self.tapes) if self._are_alike else ():
+            found = answers(each.tape, given, self._random, self._devices)
+            if are_answers(each.tape, found):
+                return each
+        return None
 
     @contextlib.contextmanager
     def differentiating(self) -> Iterator[None]:

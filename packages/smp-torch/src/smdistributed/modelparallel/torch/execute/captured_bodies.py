@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -248,6 +248,7 @@ class ConfirmedBodies:
 
     Args:
         captured: the bodies.
+        answered: what each is answered that it asks ahead.
         device: where they compute.
         devices: the types of those that autocast may be on for.
         random: of the step.
@@ -262,6 +263,7 @@ class ConfirmedBodies:
     def __init__(
         self,
         captured: CapturedBodies,
+        answered: Sequence[Mapping[int, bool]],
         device: torch.device,
         devices: tuple[str, ...],
         random: StepDraws,
@@ -277,6 +279,7 @@ class ConfirmedBodies:
         self._others = others
         self._begin_pass = begin_pass
         self._next = 0
+        self._answered = answered
         self.is_off = False
         captured.other_way = ""
         if course is not None:
@@ -286,11 +289,11 @@ class ConfirmedBodies:
         """See ``Bodies``."""
         if self.is_off:
             return body(call)
-        captured = self._captured.bodies[self._next]
+        captured, answered = self._captured.bodies[self._next], self._answered[self._next]
         self._next += 1
         is_confirmed = False
         try:
-            is_confirmed, result = self._confirmed(captured, call, body)
+            is_confirmed, result = self._confirmed(captured, answered, call, body)
         finally:
             if not is_confirmed:
                 self.is_off = True
@@ -301,7 +304,9 @@ class ConfirmedBodies:
         with slices_as_they_are():
             return self._launched(captured, Arguments(call).tensors, result)
 
-    def _confirmed(self, captured: CapturedBody, call: Call, body: Body) -> tuple[bool, Any]:
+    def _confirmed(
+        self, captured: CapturedBody, answered: Mapping[int, bool], call: Call, body: Body
+    ) -> tuple[bool, Any]:
         """Runs the Python of a body.
 
         Returns:
@@ -318,6 +323,7 @@ class ConfirmedBodies:
             lambda: [each.detach() for each in arguments.tensors],
             # Those with other shards are heard of when they are needed, or at the end.
             self._others,
+            answers=answered,
             known_hooks=saved_tensors_hooks(),
             computing=slices_as_they_are,
         )

@@ -6,7 +6,7 @@ Ranks that exchange within a pass, those of a sharding or a tensor-parallel grou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal
 
 from smdistributed.modelparallel.torch.execute.bodies import (
@@ -29,10 +29,14 @@ from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.home import is_sharded
 from smdistributed.modelparallel.torch.stepping.captures import Captures, Due, Kind, graphs_for
+from smdistributed.modelparallel.torch.tape.answers import answers, are_answers
+from smdistributed.modelparallel.torch.tape.tape import Tape
 
 _Kind = Kind[list[BodyTape], CapturedBodies]
 #: Kinds that are told apart, as of batches of all lengths.
 _MOST_KNOWN = 1000
+#: Of those that look alike.
+_MOST_ANSWERED = 4
 
 
 class BodyCaptures:
@@ -72,7 +76,8 @@ class BodyCaptures:
         self._runs = runs
         self._begin_pass = begin_pass
         self._devices = tuple(dict.fromkeys(("cpu", runtime.device.type)))
-        self._kinds: dict[Hashable, _Kind] = {}
+        #: By how they look; those that look alike have other answers.
+        self._kinds: dict[Hashable, list[_Kind]] = {}
 
     def of(
         self,
@@ -95,7 +100,8 @@ class BodyCaptures:
         """
         runtime = self._runtime
         given = [each for call in calls for each in Arguments(call).tensors]
-        kind = self._kind(_looks(calls, weights, models), models)
+        kinds = self._kinds_of(_looks(calls, weights, models), models)
+        kind, answered = self._answered(kinds, calls)
         here = [each for model in models for _, each in model.local_named_parameters()]
         whole = [each for each in here if not is_sharded(each)]
         shards = [
@@ -145,6 +151,7 @@ class BodyCaptures:
         if replay is not None:
             return ConfirmedBodies(
                 replay,
+                answered,
                 runtime.device,
                 self._devices,
                 runtime.random,
@@ -169,20 +176,50 @@ class BodyCaptures:
             return taken
         return AsTheyAre()
 
-    def _kind(self, looks: Hashable, models: Sequence[DistributedModel]) -> _Kind:
+    def _kinds_of(self, looks: Hashable, models: Sequence[DistributedModel]) -> list[_Kind]:
         """Returns what is known of mini-batches that look so; it goes with any of the models."""
-        if (kind := self._kinds.get(looks)) is None:
+        if (kinds := self._kinds.get(looks)) is None:
             if len(self._kinds) == _MOST_KNOWN:
-                return Kind(why_not="there are too many kinds of mini-batches")
-            kind = self._kinds[looks] = Kind()
+                return [Kind(why_not="there are too many kinds of mini-batches")]
+            kinds = self._kinds[looks] = []
             for model in models:
                 # Of a step function that has the model in hand, too, nothing may be kept.
                 weakref.finalize(model, _forget, weakref.ref(self), looks).atexit = False
-        return kind
+        return kinds
+
+    def _answered(
+        self, kinds: list[_Kind], calls: Sequence[Call]
+    ) -> tuple[_Kind, list[Mapping[int, bool]]]:
+        """Returns the kind of a mini-batch, and what it answers each body that asks ahead."""
+        new = None
+        for kind in kinds:
+            tapes = _tapes_of(kind)
+            if len(tapes) < len(calls):
+                new = new or kind
+                continue
+            pairs = list(zip(tapes, calls, strict=True))
+            found = [
+                answers(tape, Arguments(call).tensors, self._runtime.random, self._devices)
+                for tape, call in pairs
+            ]
+            if all(map(are_answers, tapes, found)):
+                return kind, found
+        if new is None:
+            is_full = len(kinds) >= _MOST_ANSWERED
+            why_not = "what its Python asks is answered in too many ways" if is_full else ""
+            kinds.append(new := Kind(why_not=why_not))
+        return new, []
 
     def forget(self, looks: Hashable) -> None:
         """Lets go of mini-batches that look so."""
         self._kinds.pop(looks, None)
+
+
+def _tapes_of(kind: _Kind) -> list[Tape]:
+    """Returns what was taken down of mini-batches of a kind; nothing until it was."""
+    if kind.replay is not None:
+        return [each.tape.tape for each in kind.replay.bodies]
+    return [each.tape for each in kind.tapes or ()]
 
 
 def _forget(captures: weakref.ref[BodyCaptures], looks: Hashable) -> None:

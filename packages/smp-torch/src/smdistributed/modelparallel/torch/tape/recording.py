@@ -45,6 +45,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     past_transforms,
 )
 from smdistributed.modelparallel.torch.compat.private.tensors import storage_of, version_of
+from smdistributed.modelparallel.torch.tape.origins import OTHERS, Origins
 from smdistributed.modelparallel.torch.tape.outside import place_of
 from smdistributed.modelparallel.torch.tape.promises import promise
 from smdistributed.modelparallel.torch.tape.running import seeds
@@ -98,6 +99,7 @@ class Recording(TorchFunctionMode):
         recomputed: returns a checkpointed function as it is called again.
         fakes: of what compiled modules are given, while they run as they are written.
         is_as_written: compiled modules do so here.
+        is_given_ahead: what the pass is given is there before those that come before it run.
         known_hooks: hooks of saved tensors that are around every pass.
 
     Attributes:
@@ -115,6 +117,7 @@ class Recording(TorchFunctionMode):
         fakes: FakeTensorMode,
         *,
         is_as_written: bool = False,
+        is_given_ahead: bool = False,
         known_hooks: Any = None,
     ) -> None:
         super().__init__()
@@ -138,8 +141,7 @@ class Recording(TorchFunctionMode):
         self._seeds: list[list[int]] = []
         #: The memory of tensors that calls have made.
         self._own_memory = MemoryNotes[None]()
-        #: Tensors that are the same in every pass, by their numbers, and their versions.
-        self._constant: dict[int, int] = {}
+        self._origins = Origins(device.type)
         #: Tensors from outside, and where they were.
         self._places: list[tuple[torch.Tensor, tuple[Any, ...]]] = []
         #: By identity, objects that each pass makes for itself, and what stands for them.
@@ -147,6 +149,8 @@ class Recording(TorchFunctionMode):
         nothing = torch.empty(0, device=device)
         for each in given:
             self._make(nothing if each is None else each)
+            if is_given_ahead and each is not None and not each.requires_grad:
+                self._origins.note_given(self._numbered([each]))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -319,7 +323,8 @@ class Recording(TorchFunctionMode):
         others = opaque_objects((args, kwargs))
         if any(isinstance(each, torch.Generator) for each in others):
             tape.refuse("it draws from a generator of its own")
-        is_constant = not (self._draws or others) and all(map(self._is_constant, given))
+        is_own = bool(self._draws or others)
+        origin = OTHERS if is_own else self._origins.of(self._numbered(given))
         before = self._random_states()
         if self._draws and self._seeds[-1] != seeds(self._device_type):
             tape.refuse("code seeds the generators in the middle of a draw")
@@ -367,11 +372,17 @@ class Recording(TorchFunctionMode):
             and not made
             and not _is_answered_without_memory(function, args, kwargs)
         ):
-            call.is_known = is_constant
-            if not is_constant:
+            # Of a number every batch has another one; whether something is so, many have in common.
+            is_ahead = origin.calls is not None and not origin.is_constant
+            call.is_asked_ahead = is_ahead and type(result) is bool
+            call.is_known = origin.is_constant or call.is_asked_ahead
+            if not call.is_known:
                 tape.refuse(f"{name} asks for the numbers of a tensor, or where it is")
-        if is_constant:
-            self._keep_constant((*given, *made))
+        if call.is_asked_ahead:
+            tape.ahead |= {*(origin.calls or ()), len(tape.events)}
+        tensors = self._numbered(given), self._numbered(made)
+        self._origins.note_call(len(tape.events), origin, *tensors, written)
+        if origin.is_constant:
             call.numbers = self._numbers(call, result)
         tape.events.append(call)
         return result
@@ -396,12 +407,12 @@ class Recording(TorchFunctionMode):
 
     # ------------------------------------------------------------------ tensors
 
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has the same numbers in every pass: made from none, or such, alone."""
-        found = self._made.get(id(tensor))
-        if found is None:
-            return tensor.device.type != self._device_type  # then they are compared
-        return self._constant.get(found[1]) == version_of(tensor)
+    def _numbered(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int | None, torch.Tensor]]:
+        found = (self._made.get(id(each)) for each in tensors)
+        return [
+            (None if made is None else made[1], each)
+            for made, each in zip(found, tensors, strict=True)
+        ]
 
     def _random_states(self) -> list[bytes]:
         with past_all_modes(), past_transforms():
@@ -423,11 +434,6 @@ class Recording(TorchFunctionMode):
                 if each.layout is torch.strided:
                     self._own_memory[each] = None
         return not new
-
-    def _keep_constant(self, tensors: Sequence[torch.Tensor]) -> None:
-        for each in tensors:
-            if (found := self._made.get(id(each))) is not None:
-                self._constant[found[1]] = version_of(each)
 
     def _make(self, tensor: torch.Tensor) -> None:
         number, key = len(self.tape.specs), id(tensor)

@@ -78,7 +78,9 @@ class Call:
         result: template of what it gave.
         is_fixed: nobody can change what it gave.
         is_asked_again: it asks about tensors from outside, which may be others now.
-        is_known: it asks for numbers that are the same in every pass, and is not made again.
+        is_known: it asks for numbers that are the same in every pass, or that are asked for ahead,
+            and is not made again.
+        is_asked_ahead: it is found before the pass whether they are the same; see ``answers``.
         numbers: what it gives if that is made of numbers of the host: nothing comes from there
             while a graph is captured, so it is copied.
         inside: of a module that runs as compiled code, what its Python calls as it is written.
@@ -95,6 +97,7 @@ class Call:
     is_fixed: bool = True
     is_asked_again: bool = False
     is_known: bool = False
+    is_asked_ahead: bool = False
     numbers: torch.Tensor | None = None
     inside: Any = None
     written: tuple[Any, ...] = ()
@@ -162,6 +165,8 @@ class Tape:
         on_host: functions of torch that were called without tensors of the device.
         refusal: why the pass cannot be done from its tape; "" if it can.
         kept: the numbers of tensors that later passes of the microbatch use.
+        ahead: the positions of calls that are asked ahead of the pass, and of what they are made
+            from.
         compiler: the backend of compiled modules of which it has the calls; None: of none. What
             lies between these is compiled by it where the pass is computed from the tape.
     """
@@ -174,6 +179,7 @@ class Tape:
     on_host: set[Any] = field(default_factory=set)
     refusal: str = ""
     kept: set[int] = field(default_factory=set)
+    ahead: set[int] = field(default_factory=set)
     compiler: Any = None
 
     def refuse(self, why: str) -> None:
