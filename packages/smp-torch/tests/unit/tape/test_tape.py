@@ -457,9 +457,16 @@ def test_what_is_given_answers_ahead(asks: Callable[[torch.Tensor], bool]) -> No
         assert not is_off or torch.equal(result, call(x))
 
 
+@atomic
+def _exchanged(x: torch.Tensor) -> torch.Tensor:
+    """Stands for what waits for other ranks, which would not come ahead of the pass."""
+    return x + 1
+
+
 @pytest.mark.parametrize(
     "call",
     [
+        lambda x: x * 2 if _exchanged(x).sum() > 0 else x,
         lambda x: x * 2 if (x * WEIGHT).sum() > 0 else x,
         lambda x: x * 2 if (x + 1).add_(1).sum() > 0 else x,
         lambda x: x * int((x > 0).sum()),

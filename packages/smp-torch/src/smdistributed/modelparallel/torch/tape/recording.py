@@ -212,16 +212,20 @@ class Recording(TorchFunctionMode):
     # ------------------------------------------------------------------ calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.take(func, args, kwargs or {})
+        return self._taken(func, args, kwargs or {}, is_of_torch=True)
 
     def take(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """See ``Between``."""
+        return self._taken(function, args, kwargs, is_of_torch=False)
+
+    def _taken(self, function: Any, args: Any, kwargs: Any, *, is_of_torch: bool) -> Any:
         """Makes a call, and takes it down."""
         if not self.tape.refusal and not self.is_inside and is_watched_below(num_own=1):
             self.tape.refuse("a mode or a transform of torch is in it")
         if self.tape.refusal:
             return function(*args, **kwargs)
         with self.aside():
-            return self._take(function, args, kwargs)
+            return self._take(function, args, kwargs, is_of_torch=is_of_torch)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -312,7 +316,7 @@ class Recording(TorchFunctionMode):
         self.tape.refusal = self.tape.refusal or recording.tape.refusal
         return recording.tape
 
-    def _take(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _take(self, function: Any, args: Any, kwargs: Any, *, is_of_torch: bool = False) -> Any:
         tape = self.tape
         given = tensors_in((args, kwargs))
         settings = Settings.now(self._devices, self._hooks)
@@ -325,6 +329,8 @@ class Recording(TorchFunctionMode):
             tape.refuse("it draws from a generator of its own")
         is_own = bool(self._draws or others)
         origin = OTHERS if is_own else self._origins.of(self._numbered(given))
+        if not is_of_torch:  # it may exchange with ranks that do not make it at that time
+            origin = origin._replace(calls=None)
         before = self._random_states()
         if self._draws and self._seeds[-1] != seeds(self._device_type):
             tape.refuse("code seeds the generators in the middle of a draw")
