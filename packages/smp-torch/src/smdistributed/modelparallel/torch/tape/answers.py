@@ -31,8 +31,10 @@ def answers(
     Returns:
         the answers; one is not there if finding it failed, as it then will where it is asked for.
     """
-    made = dict(enumerate(given))
     found: dict[int, bool] = {}
+    if not tape.ahead:
+        return found
+    made = dict(enumerate(given))
 
     def value(reference: Made | Earlier | Own) -> torch.Tensor:
         assert isinstance(reference, Made), "what is asked ahead is made from what is given alone"
