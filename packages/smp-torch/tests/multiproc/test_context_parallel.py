@@ -206,17 +206,18 @@ def messages() -> dict[str, str]:
         model.backward(loss)
         return loss
 
-    found["odd"] = message_of(ConfigError, lambda: losses(model, tokens[:, :6], labels[:, :6]))
+    found["short"] = message_of(ConfigError, lambda: losses(model, tokens[:, :3], labels[:, :3]))
     found["lengths"] = message_of(ConfigError, lambda: losses(model, tokens, labels[:, :8]))
     found["pieces"] = message_of(UnsupportedError, lambda: losses(model, tokens, labels))
     other = tokens + smp.cp_rank()
     found["batches"] = message_of(SMPError, lambda: losses(model, other, labels))
 
     @smp.step(sequence_dims={"tokens": 1, "labels": 1})
-    def shifted(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return context_cases.loss_of(model(tokens)[:, :-1], labels[:, 1:])
+    def chosen(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens)[labels >= 0]
+        return nn.functional.cross_entropy(logits, labels[labels >= 0])
 
-    found["shifted"] = message_of(UnsupportedError, lambda: shifted(model, tokens, labels))
+    found["chosen"] = message_of(UnsupportedError, lambda: chosen(model, tokens, labels))
 
     @smp.step(sequence_dims={"tokens": 1})
     def hooked(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -269,12 +270,13 @@ def messages() -> dict[str, str]:
 
 TOLD = {
     "unnamed": "Say by smp.step(sequence_dims={'tokens': 1})",
-    "odd": "must be a multiple of 4, since each of the 2 ranks (context_parallel_degree) has 2 "
-    "blocks of it; received 6: pad it to 8.",
+    "short": "must have at least 4 tokens, since each of the 2 ranks (context_parallel_degree) has "
+    "2 blocks of it; received 3: pad it to 4.",
     "lengths": "received: tokens has 16, labels has 8",
     "pieces": "model.backward (test_context_parallel.py:",
     "batches": "must call a step function with the same batch",
-    "shifted": "shift labels rather than logits",
+    "chosen": 'choose losses of tokens (reduction="none", or labels of -100) rather than their '
+    "logits",
     "hooked": "gives code to the backward pass",
     "penalised": "a step function computes gradients by itself",
     "attached": "has detach_outputs=False",
@@ -364,7 +366,7 @@ def messages_of_pipelines() -> dict[str, str]:
         step = smp.step(body, sequence_dims={"tokens": 1})
         found[name] = message_of(kind, lambda: step(model, tokens))
 
-    of("odd", ConfigError, lambda model, tokens: model(tokens), tokens[:, :6])
+    of("short", ConfigError, lambda model, tokens: model(tokens), tokens[:, :3])
     of("batches", SMPError, lambda model, tokens: model(tokens), tokens + smp.cp_rank())
     of("nothing", UnsupportedError, lambda model, tokens: tokens * 2.0)
     of("differing", SMPError, lambda model, tokens: model(tokens) * (1 + smp.cp_rank()))
@@ -379,7 +381,7 @@ def messages_of_pipelines() -> dict[str, str]:
 
 
 def test_messages_in_pipelines_say_what_to_do(worlds: Worlds) -> None:
-    told = {name: TOLD[name] for name in ("odd", "batches", "nothing")}
+    told = {name: TOLD[name] for name in ("short", "batches", "nothing")}
     told["differing"] = "have recorded different computations"
     told["penalised"] = "this step computes gradients by itself"
     for found in run(worlds, PIPED, messages_of_pipelines):

@@ -14,10 +14,10 @@ WHOLE = torch.Size([2, 16, 3])
 
 
 def test_few_numbers_are_those_of_a_block() -> None:
-    assert is_few([torch.Size([2, 4, 3])], [WHOLE], 2)
-    assert not is_few([torch.Size([2, 5, 3])], [WHOLE], 2)
-    assert is_few([torch.Size([])], [torch.Size([2, 1]), WHOLE], 2)
-    assert not is_few([], [WHOLE], 2)  # its numbers become those of Python
+    assert is_few([torch.Size([2, 4, 3])], [WHOLE.numel()], 2)
+    assert not is_few([torch.Size([2, 5, 3])], [WHOLE.numel()], 2)
+    assert is_few([torch.Size([])], [2, WHOLE.numel()], 2)
+    assert not is_few([], [WHOLE.numel()], 2)  # its numbers become those of Python
 
 
 @pytest.mark.parametrize(

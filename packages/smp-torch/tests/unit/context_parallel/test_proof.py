@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.context_parallel.calls import (
+    Length,
     shorter_by_turns,
     taken_apart,
 )
@@ -36,7 +37,7 @@ def parts(
 
 def tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proof | None:
     spec, leaves, given = parts(function, *args, **kwargs)
-    return Trial(function, spec, leaves, leaves, given, RANKS).proof()
+    return Trial(function, spec, leaves, [leaves] * RANKS, given, RANKS).proof()
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_writes(x: torch.Tensor) -> None:
     # A piece may not be written to a tensor that every rank has whole.
     spec, leaves, given = parts(torch.Tensor.add_, whole, x, layouts=((None, Layout(1)), SEQUENCE))
     given[0] = Given(whole.shape, whole, (None, Layout(1)), False)
-    assert Trial(torch.Tensor.add_, spec, leaves, leaves, given, RANKS).proof() is None
+    assert Trial(torch.Tensor.add_, spec, leaves, [leaves] * RANKS, given, RANKS).proof() is None
 
 
 def test_whole_numbers_of_stand_ins_are_zeros_and_ones() -> None:
@@ -161,13 +162,14 @@ def test_whole_numbers_of_stand_ins_are_zeros_and_ones() -> None:
 def test_multiples_of_the_length_may_be_those_of_a_piece() -> None:
     x = torch.Size([4 * LENGTH, WIDTH])
     leaves = (x, slice(LENGTH, 3 * LENGTH, None), LENGTH + 1, -LENGTH, True)
-    every = list(shorter_by_turns(leaves, LENGTH, RANKS))
-    assert every[0] == leaves
     half = LENGTH // RANKS
-    assert every[1] == (
+    every = list(shorter_by_turns(leaves, [Length(LENGTH, (half,) * RANKS)]))
+    assert every[0] == (leaves,) * RANKS
+    expected = (
         torch.Size([4 * half, WIDTH]),
         slice(half, 3 * half, None),
         LENGTH + 1,
         -LENGTH,
         True,
     )
+    assert every[1] == (expected,) * RANKS

@@ -41,7 +41,7 @@ def tried(
         Given(each.shape, each, way, way != (None,))
         for each, way in zip(tensors, ways, strict=True)
     ]
-    found = short.shortened(function, spec, whole, of_own, given, LENGTH, RANKS)
+    found = short.shortened(function, spec, whole, [of_own] * RANKS, given, LENGTH, RANKS)
     return spec, list(found)
 
 
