@@ -499,7 +499,8 @@ def of_transformers(
 ) -> float:
     """Returns by how much losses and gradients of two steps differ from those of one process.
 
-    In the first step no token is padding, so the second one takes another way where it is.
+    In the first step no token is padding, so the second one takes another way where it is. Its
+    length does not divide.
     """
     torch.set_default_dtype(torch.float64)
     try:
@@ -530,11 +531,11 @@ def _of_transformers(
     own = slice(smp.dp_rank() * EXAMPLES, (smp.dp_rank() + 1) * EXAMPLES)
     worst = 0.0
     for step in range(2):
-        batch = {"input_ids": tokens, "labels": labels}
-        batch["attention_mask"] = torch.ones_like(tokens)
+        batch = {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
         if step and padded:
+            batch = {key: each[:, :13] for key, each in batch.items()}
             batch["attention_mask"][1::2, 11:] = 0
-            batch["labels"] = labels.masked_fill(batch["attention_mask"] == 0, -100)
+            batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
         plain.zero_grad()
         model.zero_grad()
         losses, logits = train(model, **{key: each[own] for key, each in batch.items()})

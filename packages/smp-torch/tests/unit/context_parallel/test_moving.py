@@ -89,7 +89,7 @@ def test_results_are_those_of_one_process(
     x, y = torch.rand(2, LENGTH, WIDTH), torch.rand(2, 2, WIDTH)
     tokens = tokens_of(function, x, y)
     sources = [Source(LENGTH, Layout(1)), Source(2, None)]
-    layout = target(tokens, 1, sources, num_ranks)
+    layout = target(tokens, 1, sources, LENGTH, num_ranks)
     assert layout == Layout(1, 1, window)
 
     def made(group: Any) -> tuple[torch.Tensor, int]:
@@ -102,6 +102,17 @@ def test_results_are_those_of_one_process(
     if num_given is not None:
         expected = num_given(num_ranks) if callable(num_given) else num_given
         assert sum(count for _, count in found) == expected
+
+
+def test_as_many_tokens_as_the_step_has_are_in_its_blocks() -> None:
+    x = torch.rand(1, 19, WIDTH)
+    sources = [Source(19, Layout(1, 1, Window(24, 0, 19)))]
+    tokens = tokens_of(lambda x: x[:, 3:], x)
+    assert target(tokens, 1, sources, 16, 4) == Layout(1)
+    # The first of four ranks, with blocks of three, would have none.
+    assert target(tokens, 1, sources, 18, 4) == Layout(1)
+    few = tokens_of(lambda x: x[:, 3:6], x)
+    assert target(few, 1, sources, 18, 4) == Layout(1, 1, Window(24, 3, 6))
 
 
 def test_windows_are_moved_to_another_one() -> None:

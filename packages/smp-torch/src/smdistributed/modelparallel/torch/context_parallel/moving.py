@@ -1,8 +1,8 @@
 """Results that are made of tokens: each rank takes those that are its, and swaps what others have.
 
 Where the tokens of a result go is chosen so that few travel. Those of a window on the sequence stay
-where they are; where as many remain as there were, as of a shift by one, blocks are as before, and
-ranks swap the tokens that cross from one block to the next.
+where they are; where as many remain as the step has, as of a shift by one, blocks are as before,
+and ranks swap the tokens that cross from one block to the next.
 """
 
 from __future__ import annotations
@@ -43,24 +43,36 @@ class Source(NamedTuple):
         return cut(places, Layout(0, 1, self.layout.window), rank, num_ranks)
 
 
-def target(tokens: Moved, dim: int, sources: Sequence[Source], num_ranks: int) -> Layout:
-    """Returns how a result is cut that is made of tokens of pieces."""
+def target(
+    tokens: Moved, dim: int, sources: Sequence[Source], length: int, num_ranks: int
+) -> Layout:
+    """Returns how a result is cut that is made of tokens of pieces.
+
+    Args:
+        tokens: of the result.
+        dim: along which they lie.
+        sources: of them.
+        length: of the sequences of the step.
+        num_ranks: that share these.
+    """
+    if tokens.length == length:
+        return sequence_of(dim, length, num_ranks)
     pieces = [
         run for run in tokens.runs if run.source >= 0 and sources[run.source].layout is not None
     ]
     run = max(pieces, key=lambda run: run.length)
-    source, length = sources[run.source], tokens.length
+    source = sources[run.source]
     assert source.layout is not None
     window = source.layout.window or Window(source.size, 0, source.size)
-    frame = window.frame
-    if length == frame:
-        return Layout(dim)
     first = sum(each.length for each in tokens.runs[: tokens.runs.index(run)])
     start = window.start + (run.start if run.step >= 0 else run.start - run.length + 1) - first
-    beyond = max(0, -start) + max(0, start + length - frame)
-    if beyond > frame // (BLOCKS * num_ranks):
-        return sequence_of(dim, length, num_ranks)  # one rank would have most of it
-    return Layout(dim, 1, Window(frame, start, start + length))
+    found = Window(window.frame, start, start + tokens.length)
+    beyond = max(0, -found.start) + max(0, found.stop - found.frame)
+    has_most = 2 * tokens.length > source.size
+    sizes = [Layout(0, 1, found).size_of(len(found), rank, num_ranks) for rank in range(num_ranks)]
+    if beyond > found.frame // (BLOCKS * num_ranks) or (has_most and not min(sizes)):
+        return sequence_of(dim, tokens.length, num_ranks)  # some would have most of the work
+    return Layout(dim, 1, None if found == Window(len(found), 0, len(found)) else found)
 
 
 @dataclass(frozen=True, eq=False)

@@ -149,7 +149,7 @@ class Prover:
             if isinstance(found, Proven):
                 return view.before(whole, found)
             why = why or found
-        moved = of_tokens(whole, call, held, self._group)
+        moved = of_tokens(whole, call, held, self._length, self._group)
         if moved is not None:
             return moved
         layouts = [each.layout if each.is_piece else None for each in held]
@@ -180,7 +180,7 @@ class Prover:
                     return self._with(whole, call, held, found)
                 layouts = [each.layout for each in found.proof.results]
             elif not meets:
-                layouts = layouts_of_tokens(whole, held, self._group)
+                layouts = layouts_of_tokens(whole, held, self._length, self._group)
         results = zip(whole.results, layouts, strict=True)
         return Proven(
             call,

@@ -87,7 +87,7 @@ def _moved_to(
 
 
 def of_tokens(
-    whole: OfWholeSequence, call: Call, held: Sequence[Held], group: ContextGroup
+    whole: OfWholeSequence, call: Call, held: Sequence[Held], length: int, group: ContextGroup
 ) -> Proven | None:
     """Returns what is done for a call that moves tokens; None if it does anything else."""
     found = _tokens(whole, [each for each in held if each.is_piece], held)
@@ -102,7 +102,7 @@ def of_tokens(
             return None
         # One token is mostly one of all others'.
         one = tokens.length == 1
-        layout = None if one else target(tokens, dim, sources, group.size)
+        layout = None if one else target(tokens, dim, sources, length, group.size)
         made.append(assembly(tokens, dim, sources, layout, group))
         results.append(Held(shape, layout, is_piece=not one))
     views = not all(each.is_local for each in made) and gives_views(
@@ -114,7 +114,7 @@ def of_tokens(
 
 
 def layouts_of_tokens(
-    whole: OfWholeSequence, held: Sequence[Held], group: ContextGroup
+    whole: OfWholeSequence, held: Sequence[Held], length: int, group: ContextGroup
 ) -> list[Layout | None]:
     """Returns how the results of a call may be cut that moves tokens of wholes."""
     layouts: list[Layout | None] = [None] * len(whole.results)
@@ -129,7 +129,7 @@ def layouts_of_tokens(
         ):
             continue
         even = sequence_of(dim, tokens.length, group.size)
-        layouts[place] = target(tokens, dim, sources, group.size) if even.window else even
+        layouts[place] = target(tokens, dim, sources, length, group.size) if even.window else even
     return layouts
 
 
