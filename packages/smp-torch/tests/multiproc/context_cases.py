@@ -171,7 +171,7 @@ MIXES: dict[str, tuple[Function, bool]] = {
     "last": (lambda x: x + x[:, -1:], True),
     "first": (lambda x: x + x[:, :1], True),
     "cut_off": (lambda x: functional.pad(x[:, :-1], (0, 0, 1, 0)), True),
-    "every_second": (lambda x: x[:, ::2].repeat(1, 2, 1), False),
+    "every_second": (lambda x: x[:, ::2].repeat(1, 2, 1), True),
     "every_second_twice": (lambda x: x[:, ::2].repeat_interleave(2, 1), True),
     "difference": (lambda x: x.diff(dim=1, prepend=x[:, :1]), False),
     "pooled": (lambda x: functional.avg_pool1d(x.mT, 3, 1, 1).mT, False),

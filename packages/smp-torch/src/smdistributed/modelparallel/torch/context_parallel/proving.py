@@ -1,8 +1,8 @@
 """Finding what is done for a call with pieces: what its trials prove, or nothing.
 
-In this order: what pieces of one window give, as they are; what they give when those of other
-windows are moved to it; tokens, which are taken where they are; few numbers, which each rank
-computes of what is gathered.
+In this order: tokens, which are taken where they are; what pieces of one window give, as they are,
+or when those of other windows are moved to it; few numbers, which each rank computes of what is
+gathered.
 """
 
 from __future__ import annotations
@@ -143,15 +143,16 @@ class Prover:
                 name_of(function),
                 "gives code to the backward pass, which would see pieces of gradients",
             )
+        # Codes are few numbers, and trials many: of what moves tokens the others are not made.
+        moved = of_tokens(whole, call, held, self._length, self._group)
+        if moved is not None:
+            return moved
         why: str | None = None
         for view in views(held, self._group):
             found = self._of_pieces(whole, call, tensors, view)
             if isinstance(found, Proven):
                 return view.before(whole, found)
             why = why or found
-        moved = of_tokens(whole, call, held, self._length, self._group)
-        if moved is not None:
-            return moved
         layouts = [each.layout if each.is_piece else None for each in held]
         few = of_few(whole.call, whole.results, layouts, self._group.size, self._most)
         if few is None:
@@ -302,8 +303,14 @@ class Prover:
                 if size and size % length == 0
                 for outer in divisors(size // length)
             )
-            own = () if each.layout is None else (each.layout,)
-            found.append(tuple(dict.fromkeys([*own, None, *others])))
+            own = each.layout
+            # Labels of the next tokens are cut where the logits are that they meet.
+            is_elsewhere = own is not None and any(
+                own.window != window and own.length_of(each.whole) == length
+                for window, length in known
+            )
+            first = () if own is None or is_elsewhere else (own,)
+            found.append(tuple(dict.fromkeys([*first, None, *others])))
         return found
 
     def _lengths(self, held: Sequence[Held], layouts: Sequence[Sequence[Any]]) -> list[Length]:

@@ -98,7 +98,7 @@ def of_tokens(
     made, results = [], []
     for tokens, shape in zip(every, whole.results, strict=True):
         is_cut = any(run.source >= 0 and sources[run.source].layout for run in tokens.runs)
-        if not is_cut:
+        if not is_cut or _is_all(tokens, sources):
             return None
         # One token is mostly one of all others'.
         one = tokens.length == 1
@@ -111,6 +111,12 @@ def of_tokens(
     if views is None:
         return None
     return Proven(call, OfMoved(tuple(made), structure, views), tuple(results))
+
+
+def _is_all(tokens: Moved, sources: Sequence[Source]) -> bool:
+    """Whether a result is what is given, of which only the call knows whether it is a copy."""
+    (run, *others) = tokens.runs
+    return not others and (run.step, run.length) == (1, sources[run.source].size)
 
 
 def layouts_of_tokens(
