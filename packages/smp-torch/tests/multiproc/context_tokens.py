@@ -349,7 +349,7 @@ def verdicts(chosen: list[str], microbatches: int = 2) -> dict[str, str]:
                 worst = max(_differences_of(every[name], microbatches))
             except SMPError as error:
                 is_clear = any(word in str(error) for word in ("set ", "Use ", "put ", "pad "))
-                found[name] = f"refused: {error}" if is_clear else f"unclear: {error}"
+                found[name] = "refused" if is_clear else f"unclear: {error}"
             except Exception as error:
                 found[name] = f"unclear: {type(error).__name__}: {error}"
             else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import context_cases
 import context_scripts
+import context_tokens
 import pytest
 import torch
 from torch import nn
@@ -75,6 +76,33 @@ def test_scripts_are_exact_or_refused_in_pipelines(worlds: Worlds) -> None:
 def test_all_scripts(worlds: Worlds, part: int) -> None:
     names = context_scripts.names()[part::4]
     for found in run(worlds, PIPED, context_scripts.verdicts, names, timeout=290):
+        assert set(found.values()) <= {"exact", "refused"}, found
+
+
+#: Of those that move tokens, likewise.
+SAMPLE_OF_TOKENS = {
+    "sliced-viewed-1-plain-16": "exact",
+    "narrowed-chunked-3-convolved-13": "exact",
+    "several-prompt-16": "exact",
+    "policy-first-16": "exact",
+    "chosen_losses-plain-16": "exact",
+    "active-plain-13": "refused",
+}
+
+
+def test_scripts_that_move_tokens_are_exact_or_refused(worlds: Worlds) -> None:
+    for found in run(worlds, sharing(2), context_tokens.verdicts, list(SAMPLE_OF_TOKENS)):
+        assert found == SAMPLE_OF_TOKENS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize(
+    "world", [sharing(2), sharing(3, 3), sharing(4, 4), PIPED], ids=["cp2", "cp3", "cp4", "pp2-cp2"]
+)
+def test_all_scripts_that_move_tokens(worlds: Worlds, world: World, part: int) -> None:
+    names = list(context_tokens.scripts())[part::8]
+    for found in run(worlds, world, context_tokens.verdicts, names, timeout=290):
         assert set(found.values()) <= {"exact", "refused"}, found
 
 

@@ -15,7 +15,7 @@ from smdistributed.modelparallel.torch.context_parallel.calls import (
     shorter_by_turns,
     taken_apart,
 )
-from smdistributed.modelparallel.torch.context_parallel.layout import Layout
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout, Window
 from smdistributed.modelparallel.torch.context_parallel.numbers import Given
 from smdistributed.modelparallel.torch.context_parallel.proof import Kind, Proof, Trial
 
@@ -173,3 +173,30 @@ def test_multiples_of_the_length_may_be_those_of_a_piece() -> None:
         True,
     )
     assert every[1] == (expected,) * RANKS
+
+
+def test_means_of_pieces_count_by_their_lengths() -> None:
+    window = Window(LENGTH, 0, LENGTH - 1)
+    x, layouts = torch.zeros(2, len(window), WIDTH), ((Layout(1, 1, window),),)
+    found = tried(lambda x: x.mean(1), x, layouts=layouts)
+    assert found is not None
+    assert found.results[0].kind is Kind.MEAN
+    flat = tried(lambda x: x.flatten(0, 1), x, layouts=layouts)
+    assert flat is not None
+    assert flat.results[0].layout == Layout(0, 2, window)
+    assert tried(lambda x: x.nanmean(1), x, layouts=layouts) is None
+
+
+def test_pieces_may_have_no_tokens() -> None:
+    window = Window(LENGTH, 0, LENGTH // 4)
+    x, layouts = torch.zeros(2, len(window), WIDTH), ((Layout(1, 1, window),),)
+    found = tried(lambda x: x.mean(1), x, layouts=layouts)
+    assert found is not None
+    assert found.results[0].kind is Kind.MEAN
+
+
+def test_pieces_of_several_windows_do_not_meet(x: torch.Tensor) -> None:
+    one, other = x[:, 1:], x[:, :-1]
+    early, late = ((Layout(1, 1, Window(LENGTH, start, start + LENGTH - 1)),) for start in (0, 1))
+    assert tried(torch.add, one, other, layouts=(late, early)) is None
+    assert tried(torch.add, one, other, layouts=(late, late)) is not None
