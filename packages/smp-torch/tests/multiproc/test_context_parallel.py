@@ -7,6 +7,7 @@ from typing import Any
 
 import context_cases
 import context_scripts
+import context_tokens
 import pytest
 import torch
 from torch import nn
@@ -75,6 +76,33 @@ def test_scripts_are_exact_or_refused_in_pipelines(worlds: Worlds) -> None:
 def test_all_scripts(worlds: Worlds, part: int) -> None:
     names = context_scripts.names()[part::4]
     for found in run(worlds, PIPED, context_scripts.verdicts, names, timeout=290):
+        assert set(found.values()) <= {"exact", "refused"}, found
+
+
+#: Of those that move tokens, likewise.
+SAMPLE_OF_TOKENS = {
+    "sliced-viewed-1-plain-16": "exact",
+    "narrowed-chunked-3-convolved-13": "exact",
+    "several-prompt-16": "exact",
+    "policy-first-16": "exact",
+    "chosen_losses-plain-16": "exact",
+    "active-plain-13": "refused",
+}
+
+
+def test_scripts_that_move_tokens_are_exact_or_refused(worlds: Worlds) -> None:
+    for found in run(worlds, sharing(2), context_tokens.verdicts, list(SAMPLE_OF_TOKENS)):
+        assert found == SAMPLE_OF_TOKENS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize(
+    "world", [sharing(2), sharing(3, 3), sharing(4, 4), PIPED], ids=["cp2", "cp3", "cp4", "pp2-cp2"]
+)
+def test_all_scripts_that_move_tokens(worlds: Worlds, world: World, part: int) -> None:
+    names = list(context_tokens.scripts())[part::8]
+    for found in run(worlds, world, context_tokens.verdicts, names, timeout=290):
         assert set(found.values()) <= {"exact", "refused"}, found
 
 
@@ -206,17 +234,18 @@ def messages() -> dict[str, str]:
         model.backward(loss)
         return loss
 
-    found["odd"] = message_of(ConfigError, lambda: losses(model, tokens[:, :6], labels[:, :6]))
+    found["short"] = message_of(ConfigError, lambda: losses(model, tokens[:, :3], labels[:, :3]))
     found["lengths"] = message_of(ConfigError, lambda: losses(model, tokens, labels[:, :8]))
     found["pieces"] = message_of(UnsupportedError, lambda: losses(model, tokens, labels))
     other = tokens + smp.cp_rank()
     found["batches"] = message_of(SMPError, lambda: losses(model, other, labels))
 
     @smp.step(sequence_dims={"tokens": 1, "labels": 1})
-    def shifted(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return context_cases.loss_of(model(tokens)[:, :-1], labels[:, 1:])
+    def chosen(model: Any, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = model(tokens)[labels >= 0]
+        return nn.functional.cross_entropy(logits, labels[labels >= 0])
 
-    found["shifted"] = message_of(UnsupportedError, lambda: shifted(model, tokens, labels))
+    found["chosen"] = message_of(UnsupportedError, lambda: chosen(model, tokens, labels))
 
     @smp.step(sequence_dims={"tokens": 1})
     def hooked(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -269,12 +298,13 @@ def messages() -> dict[str, str]:
 
 TOLD = {
     "unnamed": "Say by smp.step(sequence_dims={'tokens': 1})",
-    "odd": "must be a multiple of 4, since each of the 2 ranks (context_parallel_degree) has 2 "
-    "blocks of it; received 6: pad it to 8.",
+    "short": "must have at least 4 tokens, since each of the 2 ranks (context_parallel_degree) has "
+    "2 blocks of it; received 3: pad it to 4.",
     "lengths": "received: tokens has 16, labels has 8",
     "pieces": "model.backward (test_context_parallel.py:",
     "batches": "must call a step function with the same batch",
-    "shifted": "shift labels rather than logits",
+    "chosen": 'choose losses of tokens (reduction="none", or labels of -100) rather than their '
+    "logits",
     "hooked": "gives code to the backward pass",
     "penalised": "a step function computes gradients by itself",
     "attached": "has detach_outputs=False",
@@ -364,7 +394,7 @@ def messages_of_pipelines() -> dict[str, str]:
         step = smp.step(body, sequence_dims={"tokens": 1})
         found[name] = message_of(kind, lambda: step(model, tokens))
 
-    of("odd", ConfigError, lambda model, tokens: model(tokens), tokens[:, :6])
+    of("short", ConfigError, lambda model, tokens: model(tokens), tokens[:, :3])
     of("batches", SMPError, lambda model, tokens: model(tokens), tokens + smp.cp_rank())
     of("nothing", UnsupportedError, lambda model, tokens: tokens * 2.0)
     of("differing", SMPError, lambda model, tokens: model(tokens) * (1 + smp.cp_rank()))
@@ -379,7 +409,7 @@ def messages_of_pipelines() -> dict[str, str]:
 
 
 def test_messages_in_pipelines_say_what_to_do(worlds: Worlds) -> None:
-    told = {name: TOLD[name] for name in ("odd", "batches", "nothing")}
+    told = {name: TOLD[name] for name in ("short", "batches", "nothing")}
     told["differing"] = "have recorded different computations"
     told["penalised"] = "this step computes gradients by itself"
     for found in run(worlds, PIPED, messages_of_pipelines):

@@ -12,6 +12,7 @@ from smdistributed.modelparallel.torch.context_parallel.causal import causal
 
 #: Of blocks of four, which begin with the first key, in the middle, and before the last.
 SIZE, ENDS, KEYS = 4, (4, 12, 20), 20
+SPANS = [(end - SIZE, end) for end in ENDS]
 
 
 def drawn(heads: int = 4, of_keys: int = 4, dtype: Any = torch.float64) -> list[torch.Tensor]:
@@ -30,7 +31,7 @@ def expected(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
 def test_it_is_exact(scale: float | None, of_keys: int) -> None:
     given, wanted = drawn(of_keys=of_keys), drawn(of_keys=of_keys)
     options: Any = {"scale": scale, "enable_gqa": of_keys < 4}
-    result, want = causal(*given, ENDS, **options), expected(*wanted, **options)
+    result, want = causal(*given, SPANS, **options), expected(*wanted, **options)
     assert "_Merged" in result.grad_fn.name()
     torch.testing.assert_close(result, want, rtol=1e-12, atol=1e-12)
     for each in (result, want):
@@ -42,7 +43,7 @@ def test_it_is_exact(scale: float | None, of_keys: int) -> None:
 def test_autocast_is_that_of_attention() -> None:
     given = drawn(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        result = causal(*given, ENDS)
+        result = causal(*given, SPANS)
     assert result.dtype == torch.bfloat16
     torch.testing.assert_close(result.float(), expected(*given), rtol=0.02, atol=0.02)
     result.sum().backward()
@@ -51,6 +52,6 @@ def test_autocast_is_that_of_attention() -> None:
 
 def test_other_shapes_run_in_one_call_a_block() -> None:
     given = [each.detach()[0].requires_grad_() for each in drawn()]
-    result = causal(*given, ENDS)
+    result = causal(*given, SPANS)
     assert "_Merged" not in result.grad_fn.name()
     torch.testing.assert_close(result, expected(*given), rtol=1e-12, atol=1e-12)

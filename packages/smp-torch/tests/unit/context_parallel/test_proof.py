@@ -11,10 +11,11 @@ from torch.nn import functional
 
 from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMode
 from smdistributed.modelparallel.torch.context_parallel.calls import (
+    Length,
     shorter_by_turns,
     taken_apart,
 )
-from smdistributed.modelparallel.torch.context_parallel.layout import Layout
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout, Window
 from smdistributed.modelparallel.torch.context_parallel.numbers import Given
 from smdistributed.modelparallel.torch.context_parallel.proof import Kind, Proof, Trial
 
@@ -36,7 +37,7 @@ def parts(
 
 def tried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proof | None:
     spec, leaves, given = parts(function, *args, **kwargs)
-    return Trial(function, spec, leaves, leaves, given, RANKS).proof()
+    return Trial(function, spec, leaves, [leaves] * RANKS, given, RANKS).proof()
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_writes(x: torch.Tensor) -> None:
     # A piece may not be written to a tensor that every rank has whole.
     spec, leaves, given = parts(torch.Tensor.add_, whole, x, layouts=((None, Layout(1)), SEQUENCE))
     given[0] = Given(whole.shape, whole, (None, Layout(1)), False)
-    assert Trial(torch.Tensor.add_, spec, leaves, leaves, given, RANKS).proof() is None
+    assert Trial(torch.Tensor.add_, spec, leaves, [leaves] * RANKS, given, RANKS).proof() is None
 
 
 def test_whole_numbers_of_stand_ins_are_zeros_and_ones() -> None:
@@ -161,13 +162,41 @@ def test_whole_numbers_of_stand_ins_are_zeros_and_ones() -> None:
 def test_multiples_of_the_length_may_be_those_of_a_piece() -> None:
     x = torch.Size([4 * LENGTH, WIDTH])
     leaves = (x, slice(LENGTH, 3 * LENGTH, None), LENGTH + 1, -LENGTH, True)
-    every = list(shorter_by_turns(leaves, LENGTH, RANKS))
-    assert every[0] == leaves
     half = LENGTH // RANKS
-    assert every[1] == (
+    every = list(shorter_by_turns(leaves, [Length(LENGTH, (half,) * RANKS)]))
+    assert every[0] == (leaves,) * RANKS
+    expected = (
         torch.Size([4 * half, WIDTH]),
         slice(half, 3 * half, None),
         LENGTH + 1,
         -LENGTH,
         True,
     )
+    assert every[1] == (expected,) * RANKS
+
+
+def test_means_of_pieces_count_by_their_lengths() -> None:
+    window = Window(LENGTH, 0, LENGTH - 1)
+    x, layouts = torch.zeros(2, len(window), WIDTH), ((Layout(1, 1, window),),)
+    found = tried(lambda x: x.mean(1), x, layouts=layouts)
+    assert found is not None
+    assert found.results[0].kind is Kind.MEAN
+    flat = tried(lambda x: x.flatten(0, 1), x, layouts=layouts)
+    assert flat is not None
+    assert flat.results[0].layout == Layout(0, 2, window)
+    assert tried(lambda x: x.nanmean(1), x, layouts=layouts) is None
+
+
+def test_pieces_may_have_no_tokens() -> None:
+    window = Window(LENGTH, 0, LENGTH // 4)
+    x, layouts = torch.zeros(2, len(window), WIDTH), ((Layout(1, 1, window),),)
+    found = tried(lambda x: x.mean(1), x, layouts=layouts)
+    assert found is not None
+    assert found.results[0].kind is Kind.MEAN
+
+
+def test_pieces_of_several_windows_do_not_meet(x: torch.Tensor) -> None:
+    one, other = x[:, 1:], x[:, :-1]
+    early, late = ((Layout(1, 1, Window(LENGTH, start, start + LENGTH - 1)),) for start in (0, 1))
+    assert tried(torch.add, one, other, layouts=(late, early)) is None
+    assert tried(torch.add, one, other, layouts=(late, late)) is not None

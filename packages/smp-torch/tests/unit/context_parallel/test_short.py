@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from smdistributed.modelparallel.torch.context_parallel import short
 from smdistributed.modelparallel.torch.context_parallel.calls import taken_apart
-from smdistributed.modelparallel.torch.context_parallel.layout import Layout
+from smdistributed.modelparallel.torch.context_parallel.layout import Layout, Window
 from smdistributed.modelparallel.torch.context_parallel.numbers import Given
 from smdistributed.modelparallel.torch.context_parallel.proof import Proof, Trial
 
@@ -41,7 +41,7 @@ def tried(
         Given(each.shape, each, way, way != (None,))
         for each, way in zip(tensors, ways, strict=True)
     ]
-    found = short.shortened(function, spec, whole, of_own, given, LENGTH, RANKS)
+    found = short.shortened(function, spec, whole, [of_own] * RANKS, given, LENGTH, RANKS)
     return spec, list(found)
 
 
@@ -141,3 +141,17 @@ def test_numbers_that_are_values() -> None:
     assert is_short(torch.clamp, logits, 0, 40, layouts=cuts[:1])
     # This may be the length, over which something is averaged.
     assert not is_short(torch.div, logits, LENGTH, layouts=cuts[:1])
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 63), (1, 64), (-2, 64), (32, 64)])
+def test_windows_on_a_long_sequence(start: int, stop: int) -> None:
+    window = Window(LENGTH, start, stop)
+    logits, labels = torch.zeros(len(window), 5), torch.zeros(len(window), dtype=torch.long)
+    layout = Layout(0, 1, window)
+    args = (logits, labels, None, None, -100, None, "sum")
+    function = functional.cross_entropy
+    spec, (found,) = tried(function, args, layouts=((layout,), (None, layout)))
+    assert found.given[0].shape[0] < SHORT + 8
+    proof = Trial(function, spec, found.whole, found.own, found.given, RANKS).proof()
+    assert proof is not None
+    assert found.lengthened(proof).layouts == (layout, layout)

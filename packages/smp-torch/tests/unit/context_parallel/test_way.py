@@ -57,3 +57,12 @@ def test_what_they_are_written_to_would_be_stale() -> None:
         tried(lambda tokens: buffer.add_(layer(tokens).mean(0)))
     tried(lambda tokens: buffer.add_(layer(tokens).mean(0)), fakes=False)
     assert buffer.any()
+
+
+def test_a_mask_with_numbers_says_how_many_tokens_it_chooses() -> None:
+    layer = nn.Embedding(LENGTH, 4)
+    result, run = tried(lambda tokens: layer(tokens)[tokens > 2])
+    assert isinstance(result, FakeTensor)
+    assert run.way.wholes[-1].results == (torch.Size([LENGTH - 3, 4]),)
+    both, _ = tried(lambda tokens: layer(tokens)[None][torch.ones(1, dtype=torch.bool), tokens > 2])
+    assert both.shape == (LENGTH - 3, 4)

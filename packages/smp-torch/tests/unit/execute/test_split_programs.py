@@ -15,7 +15,8 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.collectives.shapes import ShapesOfFakes
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
-from smdistributed.modelparallel.torch.context_parallel.run import Proofs, Ways
+from smdistributed.modelparallel.torch.context_parallel.proving import Proofs
+from smdistributed.modelparallel.torch.context_parallel.run import Ways
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.split_programs import (
     SplitPlan,

@@ -93,9 +93,7 @@ def taken_apart(args: Any, kwargs: Any) -> tuple[Any, list[Any], list[torch.Tens
     return spec, leaves, tensors
 
 
-def put_together(
-    spec: Any, leaves: Sequence[Any], tensors: Sequence[torch.Tensor]
-) -> tuple[Any, Any]:
+def put_together(spec: Any, leaves: Sequence[Any], tensors: Sequence[Any]) -> tuple[Any, Any]:
     """Returns arguments with tensors in the holes."""
     filled = [tensors[leaf.number] if isinstance(leaf, Hole) else leaf for leaf in leaves]
     return pytree.tree_unflatten(filled, spec)  # type: ignore[no-any-return]
@@ -113,29 +111,49 @@ def results_of(result: Any) -> list[torch.Tensor]:
     return [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
 
 
+class Length(NamedTuple):
+    """How long sequences are.
+
+    Attributes:
+        whole: of the whole.
+        pieces: of the piece of each rank.
+    """
+
+    whole: int
+    pieces: tuple[int, ...]
+
+
 def shorter_by_turns(
-    leaves: tuple[Any, ...], length: int, num_ranks: int
-) -> Iterator[tuple[Any, ...]]:
-    """Yields arguments, and those with the length of a piece where there is that of the whole.
+    leaves: tuple[Any, ...], lengths: Sequence[Length]
+) -> Iterator[tuple[tuple[Any, ...], ...]]:
+    """Yields arguments of each rank: with the length of its piece where there is that of the whole.
 
     Or a multiple of it: sequences lie one after the other. Another number may be one by chance, so
-    each choice of places is tried.
+    each choice of places is tried, and none.
     """
-    yield leaves
-    places = [(at, inner) for at, leaf in enumerate(leaves) for inner in _lengths_in(leaf, length)]
+    num_ranks = len(lengths[0].pieces)
+    yield (leaves,) * num_ranks
+    places = [
+        (at, inner, length)
+        for at, leaf in enumerate(leaves)
+        for inner, length in _lengths_in(leaf, lengths)
+    ]
     for count in range(len(places), 0, -1):
         for chosen in itertools.islice(itertools.combinations(places, count), _MOST_CHOICES):
-            shorter = list(leaves)
-            for at, inner in chosen:
-                shorter[at] = _shortened(shorter[at], inner, num_ranks)
-            yield tuple(shorter)
+            every = [list(leaves) for _ in range(num_ranks)]
+            for at, inner, length in chosen:
+                for own, piece in zip(every, length.pieces, strict=True):
+                    own[at] = _shortened(own[at], inner, length.whole, piece)
+            yield tuple(map(tuple, every))
 
 
-def _lengths_in(leaf: Any, length: int) -> Iterator[int]:
-    """Yields the places in a leaf at which there is the length, or a multiple of it."""
+def _lengths_in(leaf: Any, lengths: Sequence[Length]) -> Iterator[tuple[int, Length]]:
+    """Yields the places in a leaf at which there is a length, or a multiple of it."""
     for place, each in enumerate(_numbers_of(leaf)):
-        if type(each) is int and each > 0 and each % length == 0:
-            yield place
+        for length in lengths:
+            if type(each) is int and each > 0 and each % length.whole == 0:
+                yield place, length
+                break
 
 
 def _numbers_of(leaf: Any) -> Sequence[Any]:
@@ -144,9 +162,9 @@ def _numbers_of(leaf: Any) -> Sequence[Any]:
     return leaf if isinstance(leaf, tuple) else (leaf,)
 
 
-def _shortened(leaf: Any, place: int, num_ranks: int) -> Any:
+def _shortened(leaf: Any, place: int, whole: int, piece: int) -> Any:
     numbers = [
-        each // num_ranks if at == place else each for at, each in enumerate(_numbers_of(leaf))
+        each // whole * piece if at == place else each for at, each in enumerate(_numbers_of(leaf))
     ]
     if isinstance(leaf, slice):
         start, stop = numbers

@@ -26,7 +26,7 @@ def causal(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    ends: Sequence[int],
+    spans: Sequence[tuple[int, int]],
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -36,23 +36,28 @@ def causal(
     Shape: ``(..., heads, length, channels)``, also of the result.
 
     Args:
-        query: blocks of equal size, one after the other.
+        query: blocks, one after the other.
         key: of the whole sequence.
         value: likewise.
-        ends: the keys that the last query of each block reads.
+        spans: where each block begins and ends in the sequence; some may be empty.
         scale: of the scores; None for one over the root of the channels.
         enable_gqa: several heads of the query share one of key and value.
     """
     query, key, value = _as_autocast(query), _as_autocast(key), _as_autocast(value)
+    spans = tuple(each for each in spans if each[0] < each[1])
+    if not spans:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, scale=scale, enable_gqa=enable_gqa
+        )
     if (enable_gqa or query.shape[-3] == key.shape[-3]) and gives_log_sums(
         query, key, value, scale
     ):
-        merged: torch.Tensor = _Merged.apply(query, key, value, tuple(ends), scale)  # type: ignore[no-untyped-call]
+        merged: torch.Tensor = _Merged.apply(query, key, value, spans, scale)  # type: ignore[no-untyped-call]
         return merged
-    size = query.shape[-2] // len(ends)
     results = []
-    for block, end in zip(torch.split(query, size, -2), ends, strict=True):
-        mask: Any = causal_lower_right(size, end)
+    sizes = [end - start for start, end in spans]
+    for block, (start, end) in zip(torch.split(query, sizes, -2), spans, strict=True):
+        mask: Any = causal_lower_right(end - start, end)
         result = torch.nn.functional.scaled_dot_product_attention(
             *(block, key[..., :end, :], value[..., :end, :], mask),
             scale=scale,
@@ -90,11 +95,12 @@ class _Part(NamedTuple):
         return query[..., self.queries, :], key[..., self.keys, :], value[..., self.keys, :]
 
 
-def _parts(num_queries: int, ends: Sequence[int]) -> Iterator[tuple[_Part, ...]]:
+def _parts(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[_Part, ...]]:
     """Yields the parts of each block."""
-    size = num_queries // len(ends)
-    for number, end in enumerate(ends):
-        queries, start = slice(number * size, (number + 1) * size), end - size
+    first = 0
+    for start, end in spans:
+        queries = slice(first, first + end - start)
+        first = queries.stop
         own = _Part(queries, slice(start, end), True)
         yield (_Part(queries, slice(0, start), False), own) if start else (own,)
 
@@ -108,11 +114,11 @@ class _Merged(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        ends: Sequence[int],
+        spans: Sequence[tuple[int, int]],
         scale: float | None,
     ) -> torch.Tensor:
         blocks, kept = [], []
-        for parts in _parts(query.shape[-2], ends):
+        for parts in _parts(spans):
             found = [
                 attend(*part.of(query, key, value), scale, is_causal=part.is_causal)
                 for part in parts
@@ -121,7 +127,7 @@ class _Merged(torch.autograd.Function):
             blocks.append(_merged(found))
         result = torch.cat([block for block, _ in blocks], -2)
         ctx.save_for_backward(query, key, value, result, *(log_sums for _, log_sums in blocks))
-        ctx.ends, ctx.scale, ctx.kept = ends, scale, kept
+        ctx.spans, ctx.scale, ctx.kept = spans, scale, kept
         return result
 
     @staticmethod
@@ -129,7 +135,7 @@ class _Merged(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, result, *log_sums = ctx.saved_tensors
         sums = [torch.zeros_like(each) for each in (query, key, value)]
-        for number, parts in enumerate(_parts(query.shape[-2], ctx.ends)):
+        for number, parts in enumerate(_parts(ctx.spans)):
             for part, kept in zip(parts, ctx.kept[number], strict=True):
                 found = gradients_of(
                     gradient[..., part.queries, :],

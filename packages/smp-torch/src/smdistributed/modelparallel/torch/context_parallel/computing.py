@@ -18,7 +18,7 @@ def computing(run: PieceRun) -> Iterator[None]:
     """Inside, a body computes for pieces."""
     with (
         torch.compiler.set_stance("force_eager"),  # compiled code shows no calls
-        masks_of_whole_sequences(run.length // run.group.size, run.length),
+        masks_of_whole_sequences(run.own_length, run.length),
         repeated_for_pieces(run),
         seeing(run),
     ):

@@ -1,7 +1,9 @@
 """Calls that give few numbers of a whole sequence: its first token, a maximum, a norm along it.
 
-Such a call is made for the whole on every rank, which pieces are gathered to, as keys are for
-attention. What gives more would leave every rank with as much as one process has, and is refused.
+Or of a narrow one, of which all is no more than the tokens and labels that every rank has anyway:
+scores, losses or values of tokens. Such a call is made for the whole on every rank, which pieces
+are gathered to, as keys are for attention. What gives more would leave every rank with as much as
+one process has, and is refused.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def of_few(
     results: Sequence[torch.Size],
     layouts: Sequence[Layout | None],
     num_ranks: int,
+    most: int,
 ) -> OfGathered | None:
     """Returns how a call is made for wholes that pieces are gathered to; None if not at all.
 
@@ -62,25 +65,39 @@ def of_few(
         results: shapes of what it gave.
         layouts: how each tensor is cut of which a rank has a piece.
         num_ranks: that share a sequence.
+        most: as many numbers of the whole as every rank has anyway.
     """
     pairs = zip(call.shapes, layouts, strict=True)
-    pieces = [shape for (shape, _), layout in pairs if layout is not None]
-    if not is_few(results, pieces, num_ranks):
+    pieces = [_in_frame(shape, layout) for (shape, _), layout in pairs if layout is not None]
+    pairs = zip(call.shapes, layouts, strict=True)
+    gathered = sum(shape.numel() for (shape, _), layout in pairs if layout is not None)
+    is_narrow = max(gathered, sum(each.numel() for each in results)) <= most
+    if not results or not (is_narrow or is_few(results, pieces, num_ranks)):
         return None
     views = gives_views(call.function, call.spec, call.leaves, call.shapes, results)
-    return None if views is None else OfGathered(call.leaves, tuple(layouts), views)
+    if views is None and not is_narrow:
+        return None
+    pairs = zip(call.shapes, layouts, strict=True)
+    sizes = tuple(0 if layout is None else shape[layout.dim] for (shape, _), layout in pairs)
+    return OfGathered(call.leaves, tuple(layouts), sizes, views is not False)
 
 
-def is_few(results: Sequence[torch.Size], pieces: Sequence[torch.Size], num_ranks: int) -> bool:
+def is_few(results: Sequence[torch.Size], pieces: Sequence[int], num_ranks: int) -> bool:
     """Whether results have no more numbers than one block of what is cut.
 
     Args:
         results: shapes of the results.
-        pieces: shapes of the wholes that are cut.
+        pieces: how many numbers the wholes have that are cut.
         num_ranks: that share a sequence.
     """
-    most = max(each.numel() for each in pieces) // (BLOCKS * num_ranks)
+    most = max(pieces) // (BLOCKS * num_ranks)
     return bool(results) and sum(each.numel() for each in results) <= most
+
+
+def _in_frame(whole: torch.Size, layout: Layout) -> int:
+    """Returns how many numbers a tensor would have of all tokens of its sequence."""
+    window = layout.window
+    return whole.numel() if window is None else whole.numel() * window.frame // len(window)
 
 
 def gives_views(

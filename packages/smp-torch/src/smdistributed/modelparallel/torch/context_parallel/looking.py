@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from smdistributed.modelparallel.torch.compat.between import standing_between
+from smdistributed.modelparallel.torch.compat.private.distributions import arguments_unchecked
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.context_parallel.seeing import RunMode
 from smdistributed.modelparallel.torch.state.python_random import python_random_kept
@@ -42,8 +43,11 @@ def leaving_nothing(
 
 @contextlib.contextmanager
 def seeing(run: RunMode) -> Iterator[None]:
-    """Has a run see the calls that are made inside."""
-    with standing_between(run), run:
+    """Has a run see the calls that are made inside.
+
+    Of which some would ask for numbers of the whole, or compare shapes of pieces with its own.
+    """
+    with arguments_unchecked(), standing_between(run), run:
         yield
 
 

@@ -20,7 +20,12 @@ import torch
 
 from smdistributed.modelparallel.torch.compat.private.modes import past_all_modes
 from smdistributed.modelparallel.torch.context_parallel.calls import put_together, results_of
-from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout, cut
+from smdistributed.modelparallel.torch.context_parallel.layout import (
+    BLOCKS,
+    Layout,
+    cut,
+    shares_of,
+)
 from smdistributed.modelparallel.torch.context_parallel.numbers import (
     TRIALS,
     Given,
@@ -80,7 +85,7 @@ class Trial:
         function: that is called.
         spec: the structure of its arguments.
         whole: the arguments for the whole, with holes for tensors.
-        own: the same for a piece.
+        own: the same for the piece of each rank.
         given: its tensors.
         num_ranks: that share a sequence.
         backward: whether gradients are compared too, since the function has code for them.
@@ -91,7 +96,7 @@ class Trial:
         function: Callable[..., Any],
         spec: Any,
         whole: Sequence[Any],
-        own: Sequence[Any],
+        own: Sequence[Sequence[Any]],
         given: Sequence[Given],
         num_ranks: int,
         *,
@@ -105,9 +110,10 @@ class Trial:
         self._num_ranks = num_ranks
         self._backward = backward
         self._cases: dict[int, _Case] = {}
-        self._outers = sorted(
-            {each.outer for form in given for each in form.layouts if each is not None}
-        )
+        known = [each for form in given for each in form.layouts if each is not None]
+        self._outers = sorted({each.outer for each in known})
+        self._windows = dict.fromkeys(each.window for each in known)
+        self._shares: tuple[float, ...] | None = None
 
     def proof(self) -> Proof | None:
         """Returns how it computes; None if no way was found in which pieces are right."""
@@ -178,6 +184,7 @@ class Trial:
         """Returns what the results are, the same with all numbers; None if they are not right."""
         fitting: list[list[Result]] | None = None
         says_something = False
+        self._shares = shares_of([each.shape for each in self._given], layouts, self._num_ranks)
         for number in range(TRIALS + 1):
             if number == TRIALS and not (fitting and _reduces(fitting)):
                 break
@@ -235,7 +242,7 @@ class Trial:
                         piece = cut(tensor, layout, rank, self._num_ranks)
                     own[id(tensor), layout] = piece
             pairs = zip(tensors, layouts, strict=True)
-            results = self._made(self._own, [own[id(each), layout] for each, layout in pairs])
+            results = self._made(self._own[rank], [own[id(each), layout] for each, layout in pairs])
             if results is None:
                 return None
             made.append(results)
@@ -263,30 +270,41 @@ class Trial:
     def _fitting(self, whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[Result]:
         """Returns what a result may be, of which other numbers will choose."""
         found = []
-        for result in self._candidates(whole, pieces[0]):
+        for result in self._candidates(whole, pieces):
             if self._is(result, whole, pieces):
                 found.append(result)
                 if result.layout is not None:
                     break
         return found
 
-    def _candidates(self, whole: torch.Tensor, piece: torch.Tensor) -> Iterator[Result]:
-        if whole.dim() != piece.dim():
+    def _candidates(self, whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> Iterator[Result]:
+        if any(whole.dim() != each.dim() for each in pieces):
             return
-        differ = [at for at, size in enumerate(whole.shape) if size != piece.shape[at]]
+        differ = {
+            at for each in pieces for at, size in enumerate(whole.shape) if size != each.shape[at]
+        }
         if not differ:
             yield Result(Kind.SAME)
             if whole.dtype != torch.bool:
                 yield Result(Kind.SUM)
                 yield Result(Kind.MEAN)
             return
-        if len(differ) > 1 or whole.shape[differ[0]] != piece.shape[differ[0]] * self._num_ranks:
+        if len(differ) > 1:
             return
-        size = whole.shape[differ[0]]
-        outers = dict.fromkeys([*self._outers, *divisors(size // (BLOCKS * self._num_ranks))])
-        for outer in outers:
-            if Layout(differ[0], outer).divides(size, self._num_ranks):
-                yield Result(Kind.CUT, Layout(differ[0], outer))
+        (dim,) = differ
+        sizes = [each.shape[dim] for each in pieces]
+        for layout in self._layouts_along(dim, whole.shape[dim]):
+            found = [layout.size_of(whole.shape[dim], at, len(pieces)) for at in range(len(pieces))]
+            if found == sizes:
+                yield Result(Kind.CUT, layout)
+
+    def _layouts_along(self, dim: int, size: int) -> Iterator[Layout]:
+        for window in self._windows:
+            tokens = BLOCKS * self._num_ranks if window is None else len(window)
+            for outer in dict.fromkeys([*self._outers, *divisors(size // tokens)]):
+                layout = Layout(dim, outer, window)
+                if layout.divides(size, self._num_ranks):
+                    yield layout
 
     def _is(self, result: Result, whole: torch.Tensor, pieces: Sequence[torch.Tensor]) -> bool:
         if result.layout is not None:
@@ -298,11 +316,13 @@ class Trial:
             return all(_are_equal(piece, whole) for piece in pieces)
         if any(each.shape != whole.shape for each in pieces):
             return False
-        total = torch.stack(list(pieces)).sum(0)
-        if result.kind is Kind.MEAN:
-            if not is_inexact(whole):
-                return False
-            total = total / len(pieces)
+        if result.kind is Kind.SUM:
+            total = torch.stack(list(pieces)).sum(0)
+        elif self._shares is None or not is_inexact(whole):
+            return False
+        else:
+            pairs = zip(pieces, self._shares, strict=True)
+            total = torch.stack([each * share for each, share in pairs if share]).sum(0)
         return _are_equal(total.to(whole.dtype), whole)
 
 

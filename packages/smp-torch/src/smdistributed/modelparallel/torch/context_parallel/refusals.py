@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
+from torch.overrides import resolve_name
 
 from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.calling_line import calling_line, line_of
+from smdistributed.modelparallel.torch.context_parallel.calls import Length
 
 _WITHOUT_PROOF = (
     "does not give for a piece of the sequence what it gives for the whole (a convolution, a "
     "recurrent layer, a cumulative sum, a norm or a softmax along the sequence, attention that is "
-    "written by hand, random numbers for each token)"
+    "written by hand, tokens that a mask chooses, random numbers for each token)"
 )
 _REMEDY = (
     "Let attention be torch.nn.functional.scaled_dot_product_attention (of Transformers: "
-    'attn_implementation="sdpa", and use_cache=False), shift labels rather than logits, or set '
+    'attn_implementation="sdpa", and use_cache=False), choose losses of tokens '
+    '(reduction="none", or labels of -100) rather than their logits, or set '
     "context_parallel_degree to 1."
 )
 
@@ -42,20 +47,23 @@ def check_used(*, has_pieces: bool) -> None:
         )
 
 
-def check_numbers(own: Sequence[int], whole: Sequence[int], num_tokens: int, size: int) -> None:
+def check_numbers(own: Sequence[int], whole: Sequence[int], lengths: Sequence[Length]) -> None:
     """Raises if Python counts tokens of a piece, and gives that to the script.
 
     Args:
         own: whole numbers that a body has given.
         whole: those that it gave for the whole.
-        num_tokens: of a piece.
-        size: how many ranks share the sequence.
+        lengths: of sequences that it computed with.
 
     Raises:
         UnsupportedError: so it is.
     """
     for number, of_whole in zip(own, whole, strict=False):
-        if number and number % num_tokens == 0 and of_whole == size * number:
+        if number != of_whole and any(
+            of_whole % length.whole == 0 and of_whole // length.whole * piece == number
+            for length in lengths
+            for piece in length.pieces
+        ):
             raise UnsupportedError(
                 "context_parallel_degree splits the sequence over ranks, and the step function "
                 f"returns {number}, a size of a piece of the sequence; for the whole it is "
@@ -96,6 +104,44 @@ def refused(name: str, why: str | None, pieces: Sequence[str] = ()) -> Unsupport
         f"context_parallel_degree splits the sequence over ranks, and {name} ({where}) "
         f"{why or _WITHOUT_PROOF}.{received} {_REMEDY}"
     )
+
+
+def refused_call(
+    function: Any,
+    why: str | None,
+    tensors: Sequence[torch.Tensor] = (),
+    wholes: Sequence[torch.Size] = (),
+) -> UnsupportedError:
+    """Returns the error for a call in progress; see ``refused``.
+
+    Args:
+        function: that was called, or the name of what was done.
+        why: what is wrong with it; None if no proof was found.
+        tensors: that it got.
+        wholes: shapes of the wholes of these.
+    """
+    pieces = [
+        f"{tuple(tensor.shape)} of {tuple(whole)}"
+        for tensor, whole in itertools.islice(zip(tensors, wholes, strict=True), 4)
+    ]
+    return refused(function if isinstance(function, str) else name_of(function), why, pieces)
+
+
+def has_backward_code(function: Any) -> bool:
+    """Whether a function is one of autograd, whose backward pass is code of somebody's."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
+
+
+def name_of(function: Any) -> str:
+    """Returns what messages call a function."""
+    if has_backward_code(function):
+        return f"{function.__self__.__name__}.apply"
+    try:
+        name = resolve_name(function)
+    except RuntimeError:  # of functions that PyTorch knows no overrides of
+        name = None
+    return name or str(getattr(function, "__name__", function))
 
 
 def _module_in_progress() -> str | None:

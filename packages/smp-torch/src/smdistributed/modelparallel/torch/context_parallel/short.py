@@ -28,7 +28,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
     pytree,
 )
 from smdistributed.modelparallel.torch.context_parallel.calls import put_together
-from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS
+from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout, Window
 from smdistributed.modelparallel.torch.context_parallel.numbers import Given
 from smdistributed.modelparallel.torch.context_parallel.proof import Proof
 
@@ -52,12 +52,23 @@ class Short(NamedTuple):
     Attributes:
         given: its tensors.
         whole: the other arguments for the whole.
-        own: the same for a piece.
+        own: the same for the piece of each rank.
+        windows: on the short sequence, and on the long one.
     """
 
     given: list[Given]
     whole: tuple[Any, ...]
-    own: tuple[Any, ...]
+    own: tuple[tuple[Any, ...], ...]
+    windows: dict[Window | None, Window | None]
+
+    def lengthened(self, proof: Proof) -> Proof:
+        """Returns the proof of the call with the long sequence."""
+
+        def long(layout: Layout | None) -> Layout | None:
+            return layout and replace(layout, window=self.windows[layout.window])
+
+        results = tuple(replace(each, layout=long(each.layout)) for each in proof.results)
+        return Proof(tuple(map(long, proof.layouts)), results)
 
 
 class _Length(NamedTuple):
@@ -66,40 +77,70 @@ class _Length(NamedTuple):
     Attributes:
         long: length of the sequence.
         short: that of the short one.
+        window: what there is of the sequence; None for all.
+        short_window: on the short one.
         num_ranks: that share it.
     """
 
     long: int
     short: int
+    window: Window | None
+    short_window: Window | None
     num_ranks: int
 
-    def of_numbers(self, whole: Any, own: Any) -> tuple[Any, Any] | None:
+    def of_leaves(
+        self, whole: Sequence[Any], own: Sequence[Sequence[Any]]
+    ) -> tuple[tuple[Any, ...], tuple[tuple[Any, ...], ...]] | None:
         """Returns arguments for the short sequence; None if it is not known which these are."""
+        wholes, owns = [], []
+        for rank, each in enumerate(own):
+            found = [
+                self.of_numbers(one, other, rank) for one, other in zip(whole, each, strict=True)
+            ]
+            if None in found:
+                return None
+            pairs = [pair for pair in found if pair is not None]
+            wholes.append(tuple(one for one, _ in pairs))
+            owns.append(tuple(other for _, other in pairs))
+        return wholes[0], tuple(owns)
+
+    def of_numbers(self, whole: Any, own: Any, rank: int) -> tuple[Any, Any] | None:
+        """Returns one argument for the short sequence, and for the piece of a rank."""
         if type(whole) is not type(own):
             return None
         if isinstance(whole, slice):
-            return self._joined(_ends(whole), _ends(own), lambda ends: slice(*ends))
+            ends = self._joined(_ends(whole), _ends(own), rank)
+            return None if ends is None else (slice(*ends[0]), slice(*ends[1]))
         if isinstance(whole, torch.Size):
-            return self._joined(whole, own, torch.Size)
+            sizes = self._joined(whole, own, rank)
+            return None if sizes is None else (torch.Size(sizes[0]), torch.Size(sizes[1]))
         if type(whole) is not int:
             return (whole, own) if whole == own else None
         if whole == own:
             return None if abs(whole) >= _BLOCK and whole % self.long == 0 else (whole, own)
         shortened, rest = divmod(whole * self.short, self.long)
-        if whole != own * self.num_ranks or rest or shortened % self.num_ranks:
+        of_piece = self._of_piece(whole, self.long, self.window, rank)
+        short_of_piece = self._of_piece(shortened, self.short, self.short_window, rank)
+        if own != of_piece or rest or short_of_piece is None:
             return None
-        return shortened, shortened // self.num_ranks
+        return shortened, short_of_piece
+
+    def _of_piece(self, number: int, length: int, window: Window | None, rank: int) -> int | None:
+        """Returns a number that goes by the length, for the piece of a rank."""
+        piece = Layout(0, 1, window).size_of(length, rank, self.num_ranks)
+        found, rest = divmod(number * piece, length)
+        return None if rest else found
 
     def _joined(
-        self, whole: Sequence[Any], own: Sequence[Any], join: Callable[[Sequence[Any]], Any]
-    ) -> tuple[Any, Any] | None:
+        self, whole: Sequence[Any], own: Sequence[Any], rank: int
+    ) -> tuple[list[Any], list[Any]] | None:
         if len(whole) != len(own):
             return None
-        found = list(map(self.of_numbers, whole, own))
+        found = [self.of_numbers(one, other, rank) for one, other in zip(whole, own, strict=True)]
         if None in found:
             return None
         pairs = [each for each in found if each is not None]
-        return join([one for one, _ in pairs]), join([other for _, other in pairs])
+        return [one for one, _ in pairs], [other for _, other in pairs]
 
     def of_tensor(self, given: Given, *, wholes: bool) -> Given | None:
         """Returns a tensor for the short sequence; None if that has none.
@@ -116,9 +157,13 @@ class _Length(NamedTuple):
             return replace(given, layouts=(None,))
         shape = list(given.shape)
         shape[layout.dim], rest = divmod(shape[layout.dim] * self.short, self.long)
+        ways = [
+            each and replace(each, window=self.short_window)
+            for each in given.layouts[: len(given.layouts) if wholes else 1]
+        ]
         layouts = tuple(
             each
-            for each in given.layouts[: len(given.layouts) if wholes else 1]
+            for each in ways
             if each is None
             or (each.dim == layout.dim and each.divides(shape[layout.dim], self.num_ranks))
         )
@@ -131,7 +176,7 @@ def shortened(
     function: Callable[..., Any],
     spec: Any,
     whole: Sequence[Any],
-    own: Sequence[Any],
+    own: Sequence[Sequence[Any]],
     given: Sequence[Given],
     length: int,
     num_ranks: int,
@@ -145,28 +190,52 @@ def shortened(
         function: that is called.
         spec: the structure of its arguments.
         whole: the arguments for the whole, with holes for tensors.
-        own: the same for a piece.
+        own: the same for the piece of each rank.
         given: its tensors, with the long sequence.
         length: of the long sequence.
         num_ranks: that share it.
     """
-    lengths = _Length(length, BLOCKS * num_ranks * _BLOCK, num_ranks)
-    if sum(each.shape.numel() for each in given) < LONG or length <= lengths.short:
+    windows = {each.window for form in given for each in form.layouts if each is not None}
+    if sum(each.shape.numel() for each in given) < LONG or len(windows) != 1:
         return
-    leaves = [each for each in map(lengths.of_numbers, whole, own) if each is not None]
-    if len(leaves) != len(whole):
+    (window,) = windows
+    lengths = _lengths(window, length, num_ranks)
+    found = None if lengths is None else lengths.of_leaves(whole, own)
+    if lengths is None or found is None:
         return
-    of_whole, of_own = tuple(one for one, _ in leaves), tuple(other for _, other in leaves)
+    of_whole, of_own = found
     has_large = any(map(_has_large, whole))
     in_long = _operations(function, spec, whole, given) if has_large else None
     for wholes in (False, True):
         tensors = [lengths.of_tensor(each, wholes=wholes) for each in given]
-        short = Short([each for each in tensors if each is not None], of_whole, of_own)
-        if len(short.given) != len(given):
+        found_tensors = [each for each in tensors if each is not None]
+        if len(found_tensors) != len(given):
             continue
-        in_short = _operations(function, spec, of_whole, short.given) if has_large else None
+        in_short = _operations(function, spec, of_whole, found_tensors) if has_large else None
         if not has_large or _are_alike(in_long, in_short):
-            yield short
+            yield Short(found_tensors, of_whole, of_own, {lengths.short_window: window})
+
+
+def _lengths(window: Window | None, length: int, num_ranks: int) -> _Length | None:
+    """Returns what shortens the numbers of a call; None if its sequence is short."""
+    short = BLOCKS * num_ranks * _BLOCK
+    if window is None:
+        return _Length(length, short, None, None, num_ranks) if length > short else None
+    ends = [_on_short(each, window.frame, short) for each in (window.start, window.stop)]
+    if window.frame <= short or None in ends or ends[0] == ends[1]:
+        return None
+    on_short = Window(short, *(each for each in ends if each is not None))
+    return _Length(len(window), len(on_short), window, on_short, num_ranks)
+
+
+def _on_short(place: int, frame: int, short: int) -> int | None:
+    """Returns where a place in a sequence is in a short one; None if it is nowhere."""
+    if abs(place) < _BLOCK:
+        return place
+    if abs(place - frame) < _BLOCK:
+        return place - frame + short
+    found, rest = divmod(place * short, frame)
+    return None if rest else found
 
 
 def fits(proof: Proof, shapes: Sequence[torch.Size], num_ranks: int) -> bool:

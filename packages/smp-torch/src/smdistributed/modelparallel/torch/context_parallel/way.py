@@ -167,12 +167,31 @@ class WholeRun(RunMode):
             return function(*args, **kwargs)
         fakes = [self._fake(self._fake_mode, each) for each in tensors]
         args, kwargs = put_together(call.spec, call.leaves, fakes)
+        if function is torch.Tensor.__getitem__ and not kwargs:
+            args = self._with_places(args, tensors, fakes)
         with self._fake_mode, Trial() as trial:
             result = function(*args, **kwargs)
         for tensor, fake in zip(tensors, fakes, strict=True):
             if fake is not tensor and trial.has_written(fake):
                 raise NumbersNeededError
         return result
+
+    def _with_places(
+        self, args: Any, tensors: Sequence[torch.Tensor], fakes: Sequence[torch.Tensor]
+    ) -> Any:
+        """Returns an indexing with places for masks: their numbers say how many are chosen."""
+        assert self._fake_mode is not None
+        real = {id(fake): tensor for fake, tensor in zip(fakes, tensors, strict=True)}
+        found: list[Any] = []
+        for each in args[1] if isinstance(args[1], tuple) else (args[1],):
+            mask = real.get(id(each))
+            if mask is None or mask.dtype != torch.bool or isinstance(mask, FakeTensor):
+                found.append(each)
+                continue
+            for places in mask.nonzero(as_tuple=True):
+                with self._fake_mode:
+                    found.append(torch.empty(places.shape, dtype=places.dtype, device=mask.device))
+        return args[0], tuple(found)
 
     def _fake(self, mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the fake of a tensor, which of a sharded parameter is that of the whole."""

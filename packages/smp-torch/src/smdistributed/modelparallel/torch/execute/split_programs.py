@@ -24,8 +24,9 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMod
 from smdistributed.modelparallel.torch.context_parallel.computing import computing
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
 from smdistributed.modelparallel.torch.context_parallel.looking import leaving_nothing, seeing
+from smdistributed.modelparallel.torch.context_parallel.proving import Proofs
 from smdistributed.modelparallel.torch.context_parallel.refusals import check_used
-from smdistributed.modelparallel.torch.context_parallel.run import PieceRun, Proofs, Ways
+from smdistributed.modelparallel.torch.context_parallel.run import PieceRun, Ways
 from smdistributed.modelparallel.torch.context_parallel.way import Held, Way, WholeRun
 from smdistributed.modelparallel.torch.execute.program import Program, check_result
 from smdistributed.modelparallel.torch.planning.products import DIFFERENTIATING
@@ -47,6 +48,7 @@ class SplitPlan:
         ways: the calls of each segment.
         held: what a rank has of each value that leaves a segment.
         programs: of the segments.
+        most: as many numbers of whole sequences as the arguments have.
     """
 
     proofs: Proofs
@@ -55,6 +57,7 @@ class SplitPlan:
     ways: list[Ways]
     held: dict[Value, Held] = field(default_factory=dict)
     programs: dict[int, SplitProgram] = field(default_factory=dict)
+    most: int = 0
 
     def travelling(self, value: Value) -> Value:
         """Returns what stands for a value as it goes from one segment to another."""
@@ -63,7 +66,8 @@ class SplitPlan:
             return value
         assert held.layout is not None
         shape = list(value.shape)
-        shape[held.layout.dim] //= self.proofs.group.size
+        group, dim = self.proofs.group, held.layout.dim
+        shape[dim] = held.layout.size_of(shape[dim], group.rank, group.size)
         return value.piece(shape)
 
     def whole(self, value: Value, tensor: torch.Tensor) -> torch.Tensor:
@@ -72,7 +76,8 @@ class SplitPlan:
         if not held.is_piece:
             return tensor
         assert held.layout is not None
-        return self.proofs.group.whole(tensor.detach(), held.layout)
+        size = held.whole[held.layout.dim]
+        return self.proofs.group.whole(tensor.detach(), size, held.layout)
 
 
 class SplitProgram:
@@ -160,7 +165,8 @@ class SplitProgram:
             for each, value in zip(values, self._segment.inputs, strict=True)
         ]
         look = functools.partial(self._look, inputs, carried, values)
-        return PieceRun(split.ways[self._segment.index], arguments, split.length, look)
+        ways = split.ways[self._segment.index]
+        return PieceRun(ways, arguments, split.length, split.most, look)
 
     def _computed(
         self, run: PieceRun, inputs: Sequence[Any], carried: Any, values: Sequence[torch.Tensor]
@@ -236,6 +242,11 @@ def split_plan(
         UnsupportedError: a segment cannot be computed from pieces, or nothing is one.
     """
     _check(plan)
+    split.most = max(
+        each.numel()
+        for each, layout in zip(inputs, split.layouts, strict=False)
+        if layout is not None
+    )
     has_pieces = False
     for segment in plan.segments:
         program = split.programs[segment.index] = make(segment)

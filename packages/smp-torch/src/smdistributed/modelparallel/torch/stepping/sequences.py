@@ -11,7 +11,7 @@ import torch
 from smdistributed.modelparallel.common.errors import ConfigError, SMPError
 from smdistributed.modelparallel.common.microbatch import SplitRules, bind_arguments
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
-from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout
+from smdistributed.modelparallel.torch.context_parallel.layout import BLOCKS, Layout, sequence_of
 from smdistributed.modelparallel.torch.tensors.nested import take_apart
 
 #: Where models of Transformers have the sequence, by the names of their arguments.
@@ -105,17 +105,19 @@ class SequenceDims:
                 "them, or give None in sequence_dims for one that is to stay whole."
             )
         parts = BLOCKS * self._num_ranks
-        if length % parts or not length:
+        if length < parts:
             raise ConfigError(
-                f"the length of a sequence must be a multiple of {parts}, since each of the "
+                f"a sequence must have at least {parts} tokens, since each of the "
                 f"{self._num_ranks} ranks (context_parallel_degree) has {BLOCKS} blocks of it; "
-                f"received {length}: pad it to {length + -length % parts}."
+                f"received {length}: pad it to {parts}."
             )
         layouts: dict[int, tuple[torch.Tensor, Layout | None]] = {}
         for each in found:
             dim = dims[each.label]
-            has = dim is not None and each.tensor.shape[dim] == length
-            layouts.setdefault(id(each.tensor), (each.tensor, Layout(dim) if has else None))  # type: ignore[arg-type]
+            layout = None
+            if dim is not None and each.tensor.shape[dim] == length:
+                layout = sequence_of(dim, length, self._num_ranks)
+            layouts.setdefault(id(each.tensor), (each.tensor, layout))
         return list(layouts.values()), length
 
     def _is_sure(self, argument: Argument) -> bool:

@@ -24,7 +24,8 @@ from smdistributed.modelparallel.torch.compat.transformers_runs import (
 )
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.layout import Layout
-from smdistributed.modelparallel.torch.context_parallel.run import Proofs, Ways
+from smdistributed.modelparallel.torch.context_parallel.proving import Proofs
+from smdistributed.modelparallel.torch.context_parallel.run import Ways
 from smdistributed.modelparallel.torch.execute.program import Program
 from smdistributed.modelparallel.torch.execute.split_programs import (
     SplitPlan,

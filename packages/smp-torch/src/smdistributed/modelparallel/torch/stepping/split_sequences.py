@@ -15,12 +15,13 @@ from smdistributed.modelparallel.torch.compat.private.modes import FakeTensorMod
 from smdistributed.modelparallel.torch.context_parallel.computing import computing
 from smdistributed.modelparallel.torch.context_parallel.group import ContextGroup
 from smdistributed.modelparallel.torch.context_parallel.looking import leaving_nothing, seeing
+from smdistributed.modelparallel.torch.context_parallel.proving import Proofs
 from smdistributed.modelparallel.torch.context_parallel.refusals import (
     check_numbers,
     check_used,
     failing_for_pieces,
 )
-from smdistributed.modelparallel.torch.context_parallel.run import PieceRun, Proofs, Ways
+from smdistributed.modelparallel.torch.context_parallel.run import PieceRun, Ways
 from smdistributed.modelparallel.torch.context_parallel.way import Held, Way, WholeRun
 from smdistributed.modelparallel.torch.execute.bodies import Call
 from smdistributed.modelparallel.torch.model.distributed import models_of
@@ -77,7 +78,8 @@ class SplitSequences:
         args, kwargs = call
         arguments, length = self._dims.of(args, kwargs)
         given = [(tensor, Held(tensor.shape, layout)) for tensor, layout in arguments]
-        run = PieceRun(self._ways, given, length, lambda: self._look(call))
+        most = max(tensor.numel() for tensor, layout in arguments if layout is not None)
+        run = PieceRun(self._ways, given, length, most, lambda: self._look(call))
         self._run = run
         try:
             with self._failing_clearly(run), computing(run):
@@ -85,8 +87,7 @@ class SplitSequences:
             with run.aside():
                 check_used(has_pieces=run.has_pieces)
                 if run.looked is not None:
-                    own = length // self._group.size
-                    check_numbers(_numbers_in(result), run.looked.given, own, self._group.size)
+                    check_numbers(_numbers_in(result), run.looked.given, run.lengths())
                 return map_tensors(result, run.whole)
         finally:
             self._run = None
@@ -116,8 +117,7 @@ class SplitSequences:
         except Exception as error:
             if run.looked is None:
                 raise
-            own = run.length // self._group.size
-            raise failing_for_pieces(error, own, run.length) from error
+            raise failing_for_pieces(error, run.own_length, run.length) from error
 
     def _look(self, call: Call) -> Way:
         """Runs the body for the whole, without gradients, and leaves nothing of it behind."""

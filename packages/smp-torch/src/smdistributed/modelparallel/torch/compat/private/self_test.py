@@ -67,6 +67,7 @@ from smdistributed.modelparallel.torch.compat.private.distributed import (
     gradient_buckets,
     is_future,
 )
+from smdistributed.modelparallel.torch.compat.private.distributions import arguments_unchecked
 from smdistributed.modelparallel.torch.compat.private.jagged import is_jagged, with_values
 from smdistributed.modelparallel.torch.compat.private.layers import GIVING_SIZES
 from smdistributed.modelparallel.torch.compat.private.modes import (
@@ -131,6 +132,7 @@ def self_test() -> list[str]:
             _who_differentiates,
             _attention,
             _rows_of_nested_tensors,
+            _distributions,
         )
         if (error := _failure(check)) is not None
     ]
@@ -543,3 +545,9 @@ def _rows_of_nested_tensors() -> None:
     made = with_values(nested, nested.values() * 2)
     padded = torch.nested.to_padded_tensor(made, 0.0)
     _expect(padded.shape == (2, 3, 2), "the longest of its rows is known")
+
+
+def _distributions() -> None:
+    with arguments_unchecked():
+        found = torch.distributions.Categorical(logits=torch.full((2, 3), torch.nan))
+    _expect(not found._validate_args, "a distribution that does not check its arguments")
