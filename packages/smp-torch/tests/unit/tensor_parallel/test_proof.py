@@ -126,10 +126,10 @@ def _processor(seed: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     seeds = iter(range(1000 * seed, 1000 * (seed + 1)))
     tried, gradients = proof.tried, proof.gradients_of
 
-    def tried_there(module: nn.Module, arguments: Any) -> Any:
+    def tried_there(module: nn.Module, arguments: Any, meetings: Any = None) -> Any:
         drawn = [*module.parameters(), *Call(arguments).tensors]
         with Rounding(drawn, next(seeds)):
-            return tried(module, arguments)
+            return tried(module, arguments, meetings)
 
     def gradients_there(source: Any, results: Any, weights: Any) -> Any:
         with Rounding(weights, next(seeds)):

@@ -53,6 +53,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     summed,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import number_of_maps
+from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import Meetings, examples_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     COMMON,
     MEAN,
@@ -302,10 +303,9 @@ class ClosedGroup(DistributedModule):
 
         def computed(number: int, tensors: dict[str, torch.Tensor]) -> Call:
             lane_call = lanes[number].call
-            own_args, own_kwargs = lane_call.filled([tensors[each] for each in lane_call.paths])
-            draws = None
-            if self.training:
-                draws = SplitDraws(proofs[number].draws, group.size, group.rank)
+            given = [tensors[each] for each in lane_call.paths]
+            own_args, own_kwargs = lane_call.filled(given)
+            draws = self._draws(proofs[number], given)
             with seeded(seeds[number]), contextlib.ExitStack() as stack:
                 if group.random is not None:
                     stack.enter_context(group.random.computing_for(number, place))
@@ -321,6 +321,15 @@ class ClosedGroup(DistributedModule):
         if makes_shapes:
             proofs = [self._smp_found.proof_like(results[group.rank], proofs[0])] * group.size
         return self._own([results[each] for each in numbers], [proofs[each] for each in numbers])
+
+    def _draws(self, proof: Proof, given: Sequence[torch.Tensor]) -> SplitDraws | None:
+        """Returns what of a call drops and meets what is whole; None if nothing does."""
+        if not (self.training or proof.meetings):
+            return None
+        group, meetings = self.tensor_group, None
+        if proof.meetings:
+            meetings = Meetings(group.size, group.rank, examples_of(given), proof.meetings)
+        return SplitDraws(proof.draws, group.size, group.rank, meetings)
 
     def compute(self, draws: SplitDraws | None, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a call as it is written, on the own slices.
@@ -445,7 +454,7 @@ class ClosedGroup(DistributedModule):
                 proofs.append(found.proof_of(self.place, group.size, lane, training=self.training))
         except SMPError as failure:
             found.proofs, error = former, failure
-        same_verdict(group, self.place, f"{[(each.outputs, each.draws) for each in proofs]}", error)
+        same_verdict(group, self.place, f"{[each.verdict for each in proofs]}", error)
         if changed:
             self._smp_seen.look_again()
         self._smp_seen.read(found.read)

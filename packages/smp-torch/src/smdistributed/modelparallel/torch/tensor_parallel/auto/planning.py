@@ -152,9 +152,7 @@ def check_agreed(
         SMPError: they have not.
     """
     mine = {
-        names[module]: repr(
-            (found.plan, [(each.outputs, each.draws) for each in found.proofs.values()])
-        )
+        names[module]: repr((found.plan, [each.verdict for each in found.proofs.values()]))
         for module, found in plan.groups.items()
     }
     first, *others = everyones((mine, plan.reasons))
@@ -334,7 +332,7 @@ class _Search:
     def _proven(
         self, template: Template, call: Call, *, closes: bool, is_model: bool, is_watched: bool
     ) -> Found:
-        reason = ""
+        reason, known = "", None
         goes_on = not (is_model or _is_mostly_whole(template) or is_watched)
         for plan in plans_of(template, call, self._group.size, closes=closes, goes_on=goes_on):
             try:
@@ -347,12 +345,17 @@ class _Search:
                 raise RefutedError("prescaled_batch is on, and it returns what it does not split")
             if self._group.is_prescaled and plan.sums:
                 raise RefutedError("prescaled_batch is on, and it goes on with sums")
-            training = template.module.training
-            key = key_of(call, call.forms, training=training, grad_enabled=True)
-            found = Found(plan, template, {key: proof})
-            found.kin.append(found)
-            return found
-        raise RefutedError(reason)
+            if known is None or len(proof.meetings) < len(known[1].meetings):
+                known = plan, proof
+            if not proof.meetings:  # else another plan may do with fewer, which costs less
+                break
+        if known is None:
+            raise RefutedError(reason)
+        training = template.module.training
+        key = key_of(call, call.forms, training=training, grad_enabled=True)
+        found = Found(known[0], template, {key: known[1]})
+        found.kin.append(found)
+        return found
 
 
 def _width_of(module: nn.Module) -> int | None:

@@ -40,6 +40,11 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import (
     activation_in,
     tensors_kept_in,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import (
+    Meeting,
+    Meetings,
+    examples_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     SAME,
     RefutedError,
@@ -96,13 +101,20 @@ class Proof:
         outputs: of each tensor of the result: the dim along which ranks have slices, or ``SUM``,
             ``MEAN``, ``COMMON`` or ``SAME``.
         draws: of each dropout, the dim along which its input is split; None if it is whole.
+        meetings: of slices with what is whole.
         read: the attributes that its modules have read: name of the module, of the attribute. Of
             one in which these are the same, the rest being equal, it is a proof, too.
     """
 
     outputs: tuple[int | str, ...]
     draws: tuple[int | None, ...]
+    meetings: tuple[Meeting, ...]
     read: frozenset[tuple[str, str]]
+
+    @property
+    def verdict(self) -> object:
+        """What ranks must have found alike."""
+        return self.outputs, self.draws, self.meetings
 
 
 def prove(
@@ -130,9 +142,11 @@ def prove(
     modules = list(template.module.modules())
     few, many = alone(lambda: shrunk(template, call, forms), modules)
 
-    def drawn(dtype: torch.dtype, seed: int) -> Proof:
+    def made(dtype: torch.dtype, seed: int, *, folds: bool = False) -> _Trial:
         draws = torch.Generator().manual_seed(seed)
-        trial = _Trial(template.made(draws, dtype), plan, size, call, dtype, draws)
+        return _Trial(template.made(draws, dtype), plan, size, call, dtype, draws, folds)
+
+    def drawn(trial: _Trial) -> Proof:
         with torch.set_grad_enabled(grad_enabled):
             proof = trial.run(few)
             if many is not None:
@@ -143,11 +157,23 @@ def prove(
                     proof = trial.run_again(proof, few, "with large numbers", factor)
             return proof
 
+    def folded_or_not(dtype: torch.dtype, seed: int) -> Proof:
+        trial = made(dtype, seed)
+        try:
+            return drawn(trial)
+        except (_NoTrialError, _VagueError):
+            raise
+        except RefutedError as error:
+            if trial.may_fold:
+                with contextlib.suppress(RefutedError):
+                    return drawn(made(dtype, seed, folds=True))
+            raise error
+
     def proven(dtype: torch.dtype) -> Proof:
         for seed in _SEEDS[:-1]:
             with contextlib.suppress(_VagueError):
-                return drawn(dtype, seed)
-        return drawn(dtype, _SEEDS[-1])
+                return folded_or_not(dtype, seed)
+        return folded_or_not(dtype, _SEEDS[-1])
 
     try:
         return alone(functools.partial(proven, torch.float64), modules)
@@ -171,6 +197,8 @@ class _Trial:
         call: its structure.
         dtype: of what is drawn.
         draws: gives it random numbers.
+        folds: what may be examples and heads in one dim is taken for that.
+        may_fold: something may be that.
     """
 
     whole: nn.Module
@@ -179,6 +207,8 @@ class _Trial:
     call: Call
     dtype: torch.dtype
     draws: torch.Generator
+    folds: bool = False
+    may_fold: bool = False
 
     @contextlib.contextmanager
     def larger(self, factor: float) -> Iterator[None]:
@@ -213,7 +243,7 @@ class _Trial:
             return proof
         except RefutedError as error:
             raise RefutedError(f"{how}, {error}") from error
-        if again.draws != proof.draws:
+        if (again.draws, again.meetings) != (proof.draws, proof.meetings):
             raise RefutedError(f"{how} it is split in another way")
         return replace(proof, read=proof.read | again.read)
 
@@ -268,7 +298,8 @@ class _Trial:
         if known is None and any(map(tolerance.is_vague, told)):
             raise _VagueError("rounding alone changes its numbers so much that nothing is proven")
         results, shapes = [], []
-        for found, dropped, kept_of_slice in self._tried_by_all(arguments, read):
+        meetings = [self._meetings(arguments, rank, known) for rank in range(self.size)]
+        for found, dropped, kept_of_slice in self._tried_by_all(arguments, read, meetings):
             for place, own in enumerate(kept, number):
                 if own not in kept_of_slice or not tolerance.holds(place, kept_of_slice[own]):
                     _check_kept(own)
@@ -298,7 +329,7 @@ class _Trial:
             if is_told and not tolerance.holds(place, each):
                 raise RefutedError("code or a hook in it changes gradients")
         split = [split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
-        return Proof(outputs, tuple(split), frozenset(read))
+        return Proof(outputs, tuple(split), tuple(meetings[0].found), frozenset(read))
 
     def _weights_like(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns random gradients of results."""
@@ -327,14 +358,22 @@ class _Trial:
             now = tensors_kept_in(self.whole)
             yield [*results, *gradients, *(now.get(place, each) for place, each in kept.items())]
 
-    def _tried_by_all(self, arguments: Any, read: set[tuple[str, str]]) -> list[_OfSlices]:
+    def _meetings(self, arguments: Any, rank: int, known: Proof | None) -> Meetings:
+        examples = examples_of(Call(arguments).tensors)
+        meetings = None if known is None else known.meetings
+        return Meetings(self.size, rank, examples, meetings, self.folds)
+
+    def _tried_by_all(
+        self, arguments: Any, read: set[tuple[str, str]], meetings: Sequence[Meetings]
+    ) -> list[_OfSlices]:
         """Returns what the slices of each rank give, which may have made sums between them."""
         sums = TrialSums()
         while True:
             found = []
             for rank in range(self.size):
+                meetings[rank].found.clear()
                 with contextlib.suppress(PausedError):
-                    found.append(self._tried_in_slices(rank, arguments, read, sums))
+                    found.append(self._tried_in_slices(rank, arguments, read, sums, meetings[rank]))
             try:
                 if not sums.go_on(self.size):
                     return found
@@ -342,7 +381,12 @@ class _Trial:
                 raise RefutedError(str(error)) from error
 
     def _tried_in_slices(
-        self, rank: int, arguments: Any, read: set[tuple[str, str]], sums: TrialSums
+        self,
+        rank: int,
+        arguments: Any,
+        read: set[tuple[str, str]],
+        sums: TrialSums,
+        meetings: Meetings,
     ) -> _OfSlices:
         sums.begin()
         part = copied_with(self.whole, _as_it_is, torch.clone)
@@ -354,9 +398,10 @@ class _Trial:
                     Reads(_owners(part), gate.is_used_by) as reads,
                     state_reads.noted(part) as read_of_part,
                 ):
-                    result = tried(part, arguments)
+                    result = tried(part, arguments, meetings)
             finally:
                 gate.is_open = False  # as where ranks differentiate, which the module is no part of
+                self.may_fold |= meetings.may_fold
             read |= read_of_part
             if reads.found:
                 raise RefutedError(f"its code reads {reads.found[0]} by itself")
@@ -372,15 +417,22 @@ def _check_kept(place: str | None) -> None:
         raise RefutedError(f"it keeps an activation, {place}, of which a rank would have a slice")
 
 
-def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]]]:
+def tried(
+    module: nn.Module, arguments: Any, meetings: Meetings | None = None
+) -> tuple[Call, list[tuple[int, ...]]]:
     """Calls a module without dropout; returns its result, and the shapes of what is dropped from.
+
+    Args:
+        module: to call.
+        arguments: of the call.
+        meetings: of slices in it with what is whole; None: it is whole.
 
     Raises:
         RefutedError: the call fails, or draws in another way than by dropout.
     """
     args, kwargs = arguments
     before, draws_python = torch.get_rng_state(), python_draws()
-    noted = NotedDraws()
+    noted = NotedDraws(meetings)
     try:
         # What is computed again is what it was, so that is no part of what slices are tried for.
         with checkpointing_left_out(), noted:
