@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.attempts import plans_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import Cut, Meeting, Meetings
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import RefutedError
@@ -160,3 +162,63 @@ def test_of_sizes_the_one_that_counts_heads_is_cut(shape: Any, sizes: Any, own: 
     for args in ((x, *sizes), (x, sizes)):
         made, _ = Meetings(2, 0, 2).met(torch.Tensor.view, args, {})
         assert tuple(made[0].view(*made[1:]).shape) == own
+
+
+class FewKeys(nn.Module):
+    """Attention whose queries share one head of keys, or few."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.query, self.out = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
+        self.key, self.value = nn.Linear(WIDTH, 4 * number), nn.Linear(WIDTH, 4 * number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [
+            each(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for each in (self.query, self.key, self.value)
+        ]
+        heads[1:] = [each.repeat_interleave(8 // self.number, 1) for each in heads[1:]]
+        return self.out(F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+
+
+class Latent(nn.Module):
+    """Attention whose maps of heads read what small maps make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.norm = nn.Linear(WIDTH, 6), nn.LayerNorm(6)
+        self.query, self.out = nn.Linear(6, 32), nn.Linear(32, WIDTH)
+        self.both = nn.Linear(6, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        small = self.norm(self.down(x))
+        query = self.query(small).unflatten(-1, (8, 4)).transpose(1, 2)
+        key, value = self.both(small).unflatten(-1, (8, 8)).transpose(1, 2).chunk(2, -1)
+        return self.out(
+            F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        )
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "columns"),
+    [
+        (lambda: FewKeys(2), 2, ("query", "key", "value")),
+        (lambda: FewKeys(1), 2, ("query",)),
+        (lambda: FewKeys(2), 4, ("query",)),
+        (Latent, 2, ("query", "both")),
+    ],
+)
+def test_small_maps_stay_whole_where_heads_cannot_be_shared(
+    make: Callable[[], nn.Module], size: int, columns: tuple[str, ...]
+) -> None:
+    call = Call(((torch.empty(2, LENGTH, WIDTH),), {}))
+    template = Template(make(), lambda each: each)
+    proven = []
+    for plan in plans_of(template, call, size, closes=True, goes_on=True):
+        try:
+            prove(template, plan, size, call, call.forms, grad_enabled=True)
+        except RefutedError:
+            continue
+        proven.append(plan)
+    assert proven[0].columns == columns

@@ -25,6 +25,8 @@ from smdistributed.modelparallel.torch.trial.alone import alone
 
 #: Of what was seen as several dims, as many as this may be fused: query, key and value.
 _MOST_FUSED = 3
+#: Maps may stay whole in a group if others in it have so many times as many numbers.
+_LEAST_SPLIT = 2
 _COUNTS_HEADS = re.compile(r"head")
 _NOT_COUNTS = re.compile(r"dim|size|mask|hidden|layer")
 _OF_ONE_HEAD = re.compile(r"head_(dim|size)$|kv_channels$")
@@ -97,7 +99,25 @@ def plans_of(
         yield Plan(attentions=("",))
         return
     origins = alone(lambda: _origins(template, call), template.module.modules())
-    roles = _roles(origins, template)
+    # A call with a part that this one leaves out, as cross attention, may go on with other sums.
+    goes_on &= origins.read_by.keys() == {*template.linears, *template.attentions}
+    reason: RefutedError | None = None
+    for whole in _kept_whole(origins, template):
+        try:
+            roles = _roles(origins, template, whole)
+            yield from _plans_with(
+                *(roles, origins, template, size), closes=closes, goes_on=goes_on
+            )
+        except RefutedError as error:
+            reason = reason or error
+    if reason is not None:
+        raise reason
+
+
+def _plans_with(
+    roles: _Roles, origins: Origins, template: Template, size: int, *, closes: bool, goes_on: bool
+) -> Iterator[Plan]:
+    """Yields what may be proven where it is known what each linear map does."""
     if bool(roles.rows or roles.attentions) is not closes:
         raise OtherKindError("none of its linear maps sums what others have split")
     widths = set()
@@ -107,8 +127,6 @@ def plans_of(
     for name in roles.rows:
         widths.add(sizes_of(template.linears[name])[0])
         _check_divides(size, "in_features", sizes_of(template.linears[name])[0], name)
-    # A call with a part that this one leaves out, as cross attention, may go on with other sums.
-    goes_on &= origins.read_by.keys() == {*template.linears, *template.attentions}
     for fused in _fusions(origins, roles.columns, size):
         more = {length for lengths in fused.values() for length in lengths}
         for divided in _divisions(template, widths | more, size):
@@ -162,12 +180,49 @@ def _origins(template: Template, call: Call) -> Origins:
     return origins
 
 
-def _roles(origins: Origins, template: Template) -> _Roles:
-    """Returns what linear maps do, as they were seen to read each other's results."""
+def _kept_whole(origins: Origins, template: Template) -> Iterator[frozenset[str]]:
+    """Yields linear maps that every rank may have whole: none, then small ones.
+
+    They are maps of keys for few heads, or those whose results other maps make heads of. Each rank
+    computes them for the calls of all.
+    """
+    first = [
+        name for name, read in origins.read_by.items() if not read and name in template.linears
+    ]
+    widest = max((sizes_of(template.linears[name])[1] for name in first), default=0)
+    narrow = {name for name in first if sizes_of(template.linears[name])[1] < widest}
+    seen: list[frozenset[str]] = []
+    for names in ((), narrow, first):
+        whole = frozenset(names)
+        if whole not in seen and (not whole or _is_small(whole, template)):
+            seen.append(whole)
+            yield whole
+
+
+def _is_small(names: frozenset[str], template: Template) -> bool:
+    """Whether some linear maps are small beside the others."""
+    sizes = {name: each.weight.numel() for name, each in template.linears.items()}
+    kept = sum(sizes[name] for name in names)
+    return _LEAST_SPLIT * kept <= sum(sizes.values()) - kept
+
+
+def _roles(origins: Origins, template: Template, whole: frozenset[str]) -> _Roles:
+    """Returns what linear maps do, as they were seen to read each other's results.
+
+    Args:
+        origins: what each reads.
+        template: of the module.
+        whole: those that are not split.
+
+    Raises:
+        RefutedError: there is nothing to split so.
+    """
     columns: dict[str, None] = {}
     rows: dict[str, None] = {}
     attentions: dict[str, None] = {}
     for name, read in origins.read_by.items():
+        if name in whole:
+            continue
         reads_slices = not columns.keys().isdisjoint(read)
         if name not in template.attentions:
             (rows if reads_slices else columns)[name] = None
