@@ -17,6 +17,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import Cut,
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import RefutedError
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
 from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.statistics import Reduction, Statistics
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 
 WIDTH, HEADS, LENGTH = 16, 4, 6
@@ -79,7 +80,7 @@ WRONG: dict[str, Scores] = {
     "a mix": lambda module, scores, bias: torch.einsum("bhij,hk->bkij", scores, module.mix),
     "turned": lambda module, scores, bias: scores.flip(1) * module.slopes,
     "all heads": lambda module, scores, bias: scores.softmax(1) * module.slopes,
-    "their mean": lambda module, scores, bias: scores - scores.mean(1, keepdim=True),
+    "their largest": lambda module, scores, bias: scores - scores.amax(1, keepdim=True),
     "other heads": lambda module, scores, bias: (
         scores * module.slopes.roll(scores.shape[1] % HEADS, 0)
     ),
@@ -214,11 +215,26 @@ def test_small_maps_stay_whole_where_heads_cannot_be_shared(
 ) -> None:
     call = Call(((torch.empty(2, LENGTH, WIDTH),), {}))
     template = Template(make(), lambda each: each)
-    proven = []
+    proven = {}
     for plan in plans_of(template, call, size, closes=True, goes_on=True):
         try:
             prove(template, plan, size, call, call.forms, grad_enabled=True)
         except RefutedError:
             continue
-        proven.append(plan)
-    assert proven[0].columns == columns
+        proven.setdefault(plan.columns, plan.sums)
+    assert columns == min(proven, key=lambda each: len(proven[each]))
+
+
+def test_reductions_that_are_known_are_all_that_there_may_be() -> None:
+    known = (Reduction("mean", 6), Reduction("mean", 2, spans=True))
+    x = torch.rand(3, 6, 2)
+    statistics = Statistics(2, 0, lambda share: 2 * share, known=known)
+    assert statistics.spanning(torch.mean, (x, 1), {}) is None
+    spanning = statistics.spanning(torch.mean, (x, -1), {"keepdim": True})
+    assert spanning is not None
+    torch.testing.assert_close(spanning(x, -1, keepdim=True), x.mean(-1, keepdim=True))
+    with pytest.raises(SMPError, match=r"in another way.*mean of 2 numbers"):
+        statistics.spanning(torch.mean, (x, -1), {})
+    again = Statistics(2, 0, lambda share: share, known=known)
+    with pytest.raises(SMPError, match="sum of 6 numbers"):
+        again.spanning(torch.sum, (x, 1), {})

@@ -203,7 +203,7 @@ def _is_small(names: frozenset[str], template: Template) -> bool:
     """Whether some linear maps are small beside the others."""
     sizes = {name: each.weight.numel() for name, each in template.linears.items()}
     kept = sum(sizes[name] for name in names)
-    return _LEAST_SPLIT * kept <= sum(sizes.values()) - kept
+    return bool(_LEAST_SPLIT * kept <= sum(sizes.values()) - kept)
 
 
 def _roles(origins: Origins, template: Template, whole: frozenset[str]) -> _Roles:

@@ -18,7 +18,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError
-from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import Meetings
+from smdistributed.modelparallel.torch.tensor_parallel.auto.adapting import Adapting
+from smdistributed.modelparallel.torch.tensor_parallel.auto.statistics import (
+    Reduction,
+    reduction_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
 _DROPOUTS = frozenset({F.dropout, torch.dropout})
@@ -43,21 +47,25 @@ class NotedDraws(TorchFunctionMode):
     """Notes the shape of all that would be dropped from, and drops nothing.
 
     Args:
-        meetings: of slices with what is whole; None: nothing is in slices.
+        adapting: of calls to slices; None: nothing is in slices.
 
     Attributes:
         shapes: in the order of the calls.
+        reductions: what reduces, where nothing is in slices.
     """
 
-    def __init__(self, meetings: Meetings | None = None) -> None:
+    def __init__(self, adapting: Adapting | None = None) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
-        self._meetings = meetings
+        self.reductions: list[Reduction] = []
+        self._adapting = adapting
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._meetings is not None:
-            args, kwargs = self._meetings.met(func, args, kwargs)
+        if self._adapting is not None:
+            func, args, kwargs = self._adapting.adapted(func, args, kwargs)
+        elif (reduction := reduction_of(func, args, kwargs)) is not None:
+            self.reductions.append(reduction)
         if func in _DROPOUTS:
             tensor = args[0] if args else kwargs["input"]
             self.shapes.append(tuple(tensor.shape))
@@ -116,29 +124,29 @@ class SplitDraws(TorchFunctionMode):
             is whole.
         size: how many ranks there are.
         rank: which of them this is.
-        meetings: of slices with what is whole; None: there are none.
+        adapting: of other calls to slices; None: there is no need of it.
     """
 
     def __init__(
-        self, dims: Sequence[int | None], size: int, rank: int, meetings: Meetings | None = None
+        self, dims: Sequence[int | None], size: int, rank: int, adapting: Adapting | None = None
     ) -> None:
         super().__init__()
         self._dims = dims
         self._size, self._rank = size, rank
         self._number = 0
-        self._meetings = meetings
+        self._adapting = adapting
 
     def copy(self) -> SplitDraws:
         """Returns one that goes on from where this one is."""
-        meetings = self._meetings and self._meetings.copy()
-        other = SplitDraws(self._dims, self._size, self._rank, meetings)
+        adapting = self._adapting and self._adapting.copy()
+        other = SplitDraws(self._dims, self._size, self._rank, adapting)
         other._number = self._number
         return other
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._meetings is not None:
-            args, kwargs = self._meetings.met(func, args, kwargs)
+        if self._adapting is not None:
+            func, args, kwargs = self._adapting.adapted(func, args, kwargs)
         if func in _DROPOUTS:
             return self._dropout(self._next(), func, *args, **kwargs)
         if func is _ATTENTION:

@@ -53,7 +53,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     summed,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import number_of_maps
-from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import Meetings, examples_of
+from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import examples_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     COMMON,
     MEAN,
@@ -293,7 +293,7 @@ class ClosedGroup(DistributedModule):
             self._leave_empty(caches)
         call = Call((args, kwargs))
         lanes, proofs = self._agreed(call, makes_shapes=makes_shapes)
-        sums = bool(self._smp_found.plan.sums)
+        sums = bool(self._smp_found.plan.sums) or any(each.reductions for each in proofs)
         tensors_of = CallTensors(group, self.place, call, lanes, own_is_alike=sums)
         place = None if group.random is None else group.random.place()
         seeds: list[int | None] = [None] * group.size
@@ -323,13 +323,14 @@ class ClosedGroup(DistributedModule):
         return self._own([results[each] for each in numbers], [proofs[each] for each in numbers])
 
     def _draws(self, proof: Proof, given: Sequence[torch.Tensor]) -> SplitDraws | None:
-        """Returns what of a call drops and meets what is whole; None if nothing does."""
-        if not (self.training or proof.meetings):
+        """Returns what adapts the functions of a call to slices; None if nothing has to."""
+        group, adapting = self.tensor_group, None
+        if proof.meetings or proof.reductions:
+            add_up = functools.partial(self._smp_gate.add_up, group)
+            adapting = proof.adapting(group.size, group.rank, examples_of(given), add_up)
+        elif not self.training:
             return None
-        group, meetings = self.tensor_group, None
-        if proof.meetings:
-            meetings = Meetings(group.size, group.rank, examples_of(given), proof.meetings)
-        return SplitDraws(proof.draws, group.size, group.rank, meetings)
+        return SplitDraws(proof.draws, group.size, group.rank, adapting)
 
     def compute(self, draws: SplitDraws | None, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a call as it is written, on the own slices.

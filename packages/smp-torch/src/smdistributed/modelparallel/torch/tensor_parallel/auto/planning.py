@@ -42,7 +42,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     sizes_of,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import SAME, RefutedError
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.auto.weight_readers import (
     read_of_others,
@@ -203,6 +204,33 @@ def _kept_whole(model: nn.Module, trial: Trial) -> dict[nn.Module, str]:
     return found
 
 
+@dataclass(frozen=True)
+class _Proven:
+    """A plan, and what was seen when it was proven."""
+
+    plan: Plan
+    proof: Proof
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """How often ranks sum in the middle of a call, and how many sizes are cut there."""
+        sizes = sum(cut.place < 0 for each in self.proof.meetings for cut in each.cuts)
+        return len(self.plan.sums) + self.spans, sizes
+
+    @property
+    def spans(self) -> int:
+        """How many reductions span the ranks."""
+        return sum(each.spans for each in self.proof.reductions)
+
+    def may_be_bettered_by(self, plan: Plan) -> bool:
+        """Whether a plan may cost less: it sums less, or divides what counts the sizes."""
+        sums, sizes = self.cost
+        is_like = plan.columns == self.plan.columns
+        fewest = len(plan.sums) + is_like * self.spans
+        divides = is_like and sizes > 0 and plan.divided != self.plan.divided
+        return fewest < sums or (fewest == sums and divides)
+
+
 class _Search:
     def __init__(
         self,
@@ -332,9 +360,12 @@ class _Search:
     def _proven(
         self, template: Template, call: Call, *, closes: bool, is_model: bool, is_watched: bool
     ) -> Found:
-        reason, known = "", None
+        reason = ""
+        known: _Proven | None = None
         goes_on = not (is_model or _is_mostly_whole(template) or is_watched)
         for plan in plans_of(template, call, self._group.size, closes=closes, goes_on=goes_on):
+            if known is not None and not known.may_be_bettered_by(plan):
+                continue
             try:
                 # As in training; calls without gradients are proven when they come.
                 proof = prove(template, plan, self._group.size, call, call.forms, grad_enabled=True)
@@ -343,19 +374,19 @@ class _Search:
                 continue
             if self._group.is_prescaled and SAME in proof.outputs:
                 raise RefutedError("prescaled_batch is on, and it returns what it does not split")
-            if self._group.is_prescaled and plan.sums:
+            if self._group.is_prescaled and (plan.sums or proof.reductions):
                 raise RefutedError("prescaled_batch is on, and it goes on with sums")
-            if known is None or len(proof.meetings) < len(known[1].meetings):
-                known = plan, proof
-            if not proof.meetings:  # else another plan may do with fewer, which costs less
+            found = _Proven(plan, proof)
+            known = found if known is None else min(known, found, key=lambda each: each.cost)
+            if known.cost == (0, 0):
                 break
         if known is None:
             raise RefutedError(reason)
         training = template.module.training
         key = key_of(call, call.forms, training=training, grad_enabled=True)
-        found = Found(known[0], template, {key: known[1]})
-        found.kin.append(found)
-        return found
+        chosen = Found(known.plan, template, {key: known.proof})
+        chosen.kin.append(chosen)
+        return chosen
 
 
 def _width_of(module: nn.Module) -> int | None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.state import reads as state_reads
 from smdistributed.modelparallel.torch.state.python_random import python_draws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.adapting import Adapting
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
     TensorForm,
@@ -55,6 +56,11 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
 from smdistributed.modelparallel.torch.tensor_parallel.auto.shrinking import shrunk
+from smdistributed.modelparallel.torch.tensor_parallel.auto.statistics import (
+    AddUp,
+    Reduction,
+    Statistics,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
 from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_gradients import (
     gradients_of,
@@ -102,6 +108,7 @@ class Proof:
             ``MEAN``, ``COMMON`` or ``SAME``.
         draws: of each dropout, the dim along which its input is split; None if it is whole.
         meetings: of slices with what is whole.
+        reductions: in which ranks sum what they have, and others between them; none if none does.
         read: the attributes that its modules have read: name of the module, of the attribute. Of
             one in which these are the same, the rest being equal, it is a proof, too.
     """
@@ -109,12 +116,32 @@ class Proof:
     outputs: tuple[int | str, ...]
     draws: tuple[int | None, ...]
     meetings: tuple[Meeting, ...]
+    reductions: tuple[Reduction, ...]
     read: frozenset[tuple[str, str]]
+
+    def adapting(self, size: int, rank: int, examples: int, add_up: AddUp) -> Adapting:
+        """Returns what adapts one call to slices of a rank, as was seen.
+
+        Args:
+            size: how many ranks there are.
+            rank: which of them this is.
+            examples: of the call.
+            add_up: returns the sum over the ranks.
+        """
+        statistics = Statistics(size, rank, add_up, known=self.reductions)
+        return Adapting(
+            Meetings(size, rank, examples, self.meetings), statistics if self.reductions else None
+        )
 
     @property
     def verdict(self) -> object:
         """What ranks must have found alike."""
-        return self.outputs, self.draws, self.meetings
+        return self.outputs, *self.adaptions
+
+    @property
+    def adaptions(self) -> tuple[object, ...]:
+        """What becomes of functions that code calls."""
+        return self.draws, self.meetings, self.reductions
 
 
 def prove(
@@ -243,7 +270,7 @@ class _Trial:
             return proof
         except RefutedError as error:
             raise RefutedError(f"{how}, {error}") from error
-        if (again.draws, again.meetings) != (proof.draws, proof.meetings):
+        if again.adaptions != proof.adaptions:
             raise RefutedError(f"{how} it is split in another way")
         return replace(proof, read=proof.read | again.read)
 
@@ -273,7 +300,7 @@ class _Trial:
         given = [version_of(each) for each in Call(arguments).tensors]
         with state_reads.noted(whole) as read:
             try:
-                expected, drawn = tried(whole, arguments)
+                expected, drawn, reductions = tried(whole, arguments)
             except RefutedError as error:
                 raise _NoTrialError(str(error)) from error
         if given != [version_of(each) for each in Call(arguments).tensors]:
@@ -297,14 +324,16 @@ class _Trial:
         told = (place for place in range(len(wanted)) if place not in free)
         if known is None and any(map(tolerance.is_vague, told)):
             raise _VagueError("rounding alone changes its numbers so much that nothing is proven")
-        results, shapes = [], []
-        meetings = [self._meetings(arguments, rank, known) for rank in range(self.size)]
-        for found, dropped, kept_of_slice in self._tried_by_all(arguments, read, meetings):
+        results, shapes, adaptings = [], [], []
+        for found, dropped, adapting, kept_of_slice in self._tried_by_all(
+            arguments, read, functools.partial(self._adapting, arguments, known, reductions)
+        ):
             for place, own in enumerate(kept, number):
                 if own not in kept_of_slice or not tolerance.holds(place, kept_of_slice[own]):
                     _check_kept(own)
             results.append(found)
             shapes.append(dropped)
+            adaptings.append(adapting.found)
         if any(found.structure != expected.structure for found in results):
             raise RefutedError("its slices return something else")
         outputs = tuple(
@@ -321,6 +350,8 @@ class _Trial:
             raise RefutedError("its result does not come from what is split")
         if any(len(each) != len(drawn) for each in shapes):
             raise RefutedError("its slices draw at other places")
+        if any(each != adaptings[0] for each in adaptings):
+            raise RefutedError("its slices meet what is whole in different ways")
         every = [each for found in results for each in found.tensors]
         ranks = range(self.size)
         theirs = [each for n in ranks for each in weights_of(n, self.size, outputs, weights)]
@@ -329,7 +360,7 @@ class _Trial:
             if is_told and not tolerance.holds(place, each):
                 raise RefutedError("code or a hook in it changes gradients")
         split = [split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
-        return Proof(outputs, tuple(split), tuple(meetings[0].found), frozenset(read))
+        return Proof(outputs, tuple(split), *adaptings[0], frozenset(read))
 
     def _weights_like(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns random gradients of results."""
@@ -358,22 +389,36 @@ class _Trial:
             now = tensors_kept_in(self.whole)
             yield [*results, *gradients, *(now.get(place, each) for place, each in kept.items())]
 
-    def _meetings(self, arguments: Any, rank: int, known: Proof | None) -> Meetings:
+    def _adapting(
+        self,
+        arguments: Any,
+        known: Proof | None,
+        of_whole: Sequence[Reduction],
+        rank: int,
+        add_up: AddUp,
+    ) -> Adapting:
+        """Returns what adapts the calls of one rank: as is known, or as is to be found."""
         examples = examples_of(Call(arguments).tensors)
-        meetings = None if known is None else known.meetings
-        return Meetings(self.size, rank, examples, meetings, self.folds)
+        if known is None:
+            return Adapting(
+                Meetings(self.size, rank, examples, folds=self.folds),
+                Statistics(self.size, rank, add_up, of_whole),
+            )
+        return known.adapting(self.size, rank, examples, add_up)
 
     def _tried_by_all(
-        self, arguments: Any, read: set[tuple[str, str]], meetings: Sequence[Meetings]
+        self,
+        arguments: Any,
+        read: set[tuple[str, str]],
+        adapting: Callable[[int, AddUp], Adapting],
     ) -> list[_OfSlices]:
         """Returns what the slices of each rank give, which may have made sums between them."""
         sums = TrialSums()
         while True:
             found = []
             for rank in range(self.size):
-                meetings[rank].found.clear()
                 with contextlib.suppress(PausedError):
-                    found.append(self._tried_in_slices(rank, arguments, read, sums, meetings[rank]))
+                    found.append(self._tried_in_slices(rank, arguments, read, sums, adapting))
             try:
                 if not sums.go_on(self.size):
                     return found
@@ -386,30 +431,31 @@ class _Trial:
         arguments: Any,
         read: set[tuple[str, str]],
         sums: TrialSums,
-        meetings: Meetings,
+        adapting: Callable[[int, AddUp], Adapting],
     ) -> _OfSlices:
         sums.begin()
+        adapted = adapting(rank, sums.add_up)
         part = copied_with(self.whole, _as_it_is, torch.clone)
         with distributed_modules_in(_Pretended(self.size, rank)):
             gate = cut(part, self.plan, self.size, functools.partial(_slice, rank))
-            gate.is_open, gate.add_up = True, sums.add_up
+            gate.is_open, gate.add_up = True, lambda group, share: sums.add_up(share)
             try:
                 with (
                     Reads(_owners(part), gate.is_used_by) as reads,
                     state_reads.noted(part) as read_of_part,
                 ):
-                    result = tried(part, arguments, meetings)
+                    result, shapes, _ = tried(part, arguments, adapted)
             finally:
                 gate.is_open = False  # as where ranks differentiate, which the module is no part of
-                self.may_fold |= meetings.may_fold
+                self.may_fold |= adapted.meetings.may_fold
             read |= read_of_part
             if reads.found:
                 raise RefutedError(f"its code reads {reads.found[0]} by itself")
-        return *result, tensors_kept_in(part)
+        return result, shapes, adapted, tensors_kept_in(part)
 
 
-#: What slices give, the shapes of what they drop from, and what they keep.
-_OfSlices = tuple[Call, list[tuple[int, ...]], dict[str, torch.Tensor]]
+#: What slices give, the shapes of what they drop from, what they met, and what they keep.
+_OfSlices = tuple[Call, list[tuple[int, ...]], Adapting, dict[str, torch.Tensor]]
 
 
 def _check_kept(place: str | None) -> None:
@@ -418,21 +464,24 @@ def _check_kept(place: str | None) -> None:
 
 
 def tried(
-    module: nn.Module, arguments: Any, meetings: Meetings | None = None
-) -> tuple[Call, list[tuple[int, ...]]]:
+    module: nn.Module, arguments: Any, adapting: Adapting | None = None
+) -> tuple[Call, list[tuple[int, ...]], list[Reduction]]:
     """Calls a module without dropout; returns its result, and the shapes of what is dropped from.
 
     Args:
         module: to call.
         arguments: of the call.
-        meetings: of slices in it with what is whole; None: it is whole.
+        adapting: of the functions that it calls to slices; None: it is whole.
+
+    Returns:
+        both, and how a whole one reduces.
 
     Raises:
         RefutedError: the call fails, or draws in another way than by dropout.
     """
     args, kwargs = arguments
     before, draws_python = torch.get_rng_state(), python_draws()
-    noted = NotedDraws(meetings)
+    noted = NotedDraws(adapting)
     try:
         # What is computed again is what it was, so that is no part of what slices are tried for.
         with checkpointing_left_out(), noted:
@@ -444,7 +493,7 @@ def tried(
         raise RefutedError(f"{type(error).__name__}: {first}") from error
     if draws_python() or not torch.equal(before, torch.get_rng_state()):
         raise RefutedError("it draws random numbers in another way than by dropout")
-    return result, noted.shapes
+    return result, noted.shapes, noted.reductions
 
 
 class _Pretended(TensorGroup):

@@ -321,7 +321,7 @@ def _forms(module: nn.Module) -> Iterator[_Form]:
 
 
 def _result_of(module: nn.Module, arguments: object) -> torch.Tensor:
-    result, dropped = tried(module, arguments)
+    result, dropped, _ = tried(module, arguments)
     if dropped:
         raise RefutedError("it draws random numbers for its tokens")
     if len(result.leaves) != 1 or not isinstance(result.leaves[0], torch.Tensor):
