@@ -238,3 +238,41 @@ def test_reductions_that_are_known_are_all_that_there_may_be() -> None:
     again = Statistics(2, 0, lambda share: share, known=known)
     with pytest.raises(SMPError, match="sum of 6 numbers"):
         again.spanning(torch.sum, (x, 1), {})
+
+
+class OneMap(nn.Module):
+    """Queries, keys and values of one head for all, and an inner layer, of one map."""
+
+    def __init__(self, inner: int = 0) -> None:
+        super().__init__()
+        self.num_heads, self.inner_size, self.split_size = HEADS, inner, WIDTH
+        self.all = nn.Linear(WIDTH, WIDTH + 2 * 4 + inner)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        if inner:
+            self.down = nn.Linear(inner, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value, *inner = self.all(x).split(
+            [self.split_size, 4, 4, *[self.inner_size] * (self.inner_size > 0)], -1
+        )
+        query = query.unflatten(-1, (-1, 4)).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(query, key[:, None], value[:, None])
+        made = self.out(seen.transpose(1, 2).flatten(2))
+        return made + self.down(F.gelu(inner[0])) if inner else made
+
+
+@pytest.mark.parametrize("inner", [0, 24])
+def test_of_one_map_what_can_be_shared_is_split(inner: int) -> None:
+    call = Call(((torch.empty(2, LENGTH, WIDTH),), {}))
+    template = Template(OneMap(inner), lambda each: each)
+    proven = []
+    for plan in plans_of(template, call, 2, closes=True, goes_on=True):
+        try:
+            prove(template, plan, 2, call, call.forms, grad_enabled=True)
+        except RefutedError:
+            continue
+        proven.append(plan)
+    (sections,) = {dict(plan.partly)["all"] for plan in proven}
+    assert [each.is_split for each in sections] == [True, False, False, *[True] * bool(inner)][
+        : len(sections)
+    ]
