@@ -32,8 +32,9 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import (
     chosen_by_data,
     guesses,
     inputs_of_transformers,
+    with_padding,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.group import TAKEN, Found, key_of
+from smdistributed.modelparallel.torch.tensor_parallel.auto.group import TAKEN, Found, Key, key_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     is_attention,
     is_map,
@@ -122,7 +123,12 @@ def plan_groups(
     ordered = [each for each in ordered if kept_whole.keys().isdisjoint(each.modules())]
     calls = {} if trial is None else trial.calls
     recorded = set(recorded_in(model))
-    search = _Search(group, value_of, candidates, calls, _shared_modules(model), recorded)
+    # Without inputs of the script a model may be called in either form.
+    padded = {} if inputs is not None or not calls else with_padding(model, given or {})
+    others = {}
+    if padded:
+        others = calls_within(model, ordered, padded, has_values=has_values).calls
+    search = _Search(group, value_of, candidates, calls, _shared_modules(model), recorded, others)
     # First what leaves as a sum; then what leaves split, if nothing around it or in it is.
     for closes in (True, False):
         for module in ordered:
@@ -206,10 +212,11 @@ def _kept_whole(model: nn.Module, trial: Trial) -> dict[nn.Module, str]:
 
 @dataclass(frozen=True)
 class _Proven:
-    """A plan, and what was seen when it was proven."""
+    """A plan, and what was seen when it was proven, for one form of calls and for all."""
 
     plan: Plan
     proof: Proof
+    proofs: dict[Key, Proof]
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -240,6 +247,7 @@ class _Search:
         calls: Mapping[nn.Module, Call],
         shared: Container[nn.Module] = (),
         recorded: Container[nn.Module] = (),
+        others: Mapping[nn.Module, Call] | None = None,
     ) -> None:
         self._group = group
         self._value_of = value_of
@@ -247,6 +255,7 @@ class _Search:
         self._calls = calls
         self._shared = shared
         self._recorded = recorded
+        self._others = others or {}
         self._refused: dict[object, RefutedError] = {}
         self._told: dict[str, RefutedError] = {}
         self.plan = AutoPlan()
@@ -325,6 +334,7 @@ class _Search:
                 proven = self._proven(
                     *(template, call),
                     closes=closes,
+                    other=self._others.get(module),
                     is_model=self._names[module] == "",
                     is_watched=self._is_watched(module),
                 )
@@ -358,8 +368,22 @@ class _Search:
         return guesses(module, next(filter(None, map(_width_of, module.modules()))))
 
     def _proven(
-        self, template: Template, call: Call, *, closes: bool, is_model: bool, is_watched: bool
+        self,
+        template: Template,
+        call: Call,
+        *,
+        other: Call | None,
+        closes: bool,
+        is_model: bool,
+        is_watched: bool,
     ) -> Found:
+        size, training = self._group.size, template.module.training
+
+        def key(call: Call) -> Key:
+            return key_of(call, call.forms, training=training, grad_enabled=True)
+
+        if other is not None and key(other) == key(call):
+            other = None
         reason = ""
         known: _Proven | None = None
         goes_on = not (is_model or _is_mostly_whole(template) or is_watched)
@@ -368,23 +392,26 @@ class _Search:
                 continue
             try:
                 # As in training; calls without gradients are proven when they come.
-                proof = prove(template, plan, self._group.size, call, call.forms, grad_enabled=True)
+                proofs = {
+                    key(each): prove(template, plan, size, each, each.forms, grad_enabled=True)
+                    for each in (call, other)
+                    if each is not None
+                }
             except RefutedError as error:
                 reason = reason or str(error)
                 continue
+            proof = proofs[key(call)]
             if self._group.is_prescaled and SAME in proof.outputs:
                 raise RefutedError("prescaled_batch is on, and it returns what it does not split")
             if self._group.is_prescaled and (plan.sums or proof.reductions):
                 raise RefutedError("prescaled_batch is on, and it goes on with sums")
-            found = _Proven(plan, proof)
+            found = _Proven(plan, proof, proofs)
             known = found if known is None else min(known, found, key=lambda each: each.cost)
             if known.cost == (0, 0):
                 break
         if known is None:
             raise RefutedError(reason)
-        training = template.module.training
-        key = key_of(call, call.forms, training=training, grad_enabled=True)
-        chosen = Found(known.plan, template, {key: known.proof})
+        chosen = Found(known.plan, template, known.proofs)
         chosen.kin.append(chosen)
         return chosen
 
