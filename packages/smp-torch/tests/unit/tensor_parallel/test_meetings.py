@@ -16,7 +16,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import Cut, Meeting, Meetings
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import RefutedError
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proven import Proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.statistics import Reduction, Statistics
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 

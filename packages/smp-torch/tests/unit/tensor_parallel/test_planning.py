@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.capture import with_padding
-from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import _Search
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import _Pretended
+from smdistributed.modelparallel.torch.tensor_parallel.auto.search import Search
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_slices import Pretended
 
 WIDTH, HEADS, LENGTH = 16, 4, 6
 
@@ -44,8 +44,8 @@ def test_a_plan_holds_for_both_forms_of_calls(heads: int | None) -> None:
     others: dict[nn.Module, Call] = {}
     if heads is not None:
         others[module] = Call(((x, torch.empty(2, heads, 1, LENGTH)), {}))
-    search = _Search(
-        _Pretended(2, 0),
+    search = Search(
+        Pretended(2, 0),
         lambda each: each,
         {module: "it"},
         {module: Call(((x,), {}))},

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
+from smdistributed.modelparallel.torch.tensor_parallel.auto import proof, trial_slices
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     COMMON,
@@ -24,8 +24,10 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     RefutedError,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove, tried
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proven import Proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_slices import tried
 from smdistributed.modelparallel.torch.trial.rounding import Rounding
 
 WIDTH, INNER, HEADS = 12, 24, 4
@@ -124,7 +126,7 @@ def _proven(module: nn.Module, plan: Plan, shape: tuple[int, ...] = (2, 5, WIDTH
 def _processor(seed: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, each operation of a proof rounds otherwise, forward and backward."""
     seeds = iter(range(1000 * seed, 1000 * (seed + 1)))
-    tried, gradients = proof.tried, proof.gradients_of
+    gradients = proof.gradients_of
 
     def tried_there(module: nn.Module, arguments: Any, adapting: Any = None) -> Any:
         drawn = [*module.parameters(), *Call(arguments).tensors]
@@ -137,6 +139,7 @@ def _processor(seed: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with patch.context() as inside:
         inside.setattr(proof, "tried", tried_there)
+        inside.setattr(trial_slices, "tried", tried_there)
         inside.setattr(proof, "gradients_of", gradients_there)
         yield
 

@@ -62,7 +62,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     RefutedError,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, counted_whole
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proven import Proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule

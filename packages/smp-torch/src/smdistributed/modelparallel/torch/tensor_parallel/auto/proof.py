@@ -18,31 +18,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.checkpointing import checkpointing_left_out
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.state import reads as state_reads
-from smdistributed.modelparallel.torch.state.python_random import python_draws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.adapting import Adapting
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
     TensorForm,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import (
     activation_in,
     tensors_kept_in,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import (
-    Meeting,
     Meetings,
     examples_of,
 )
@@ -54,29 +49,24 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     split_dim,
     weights_of,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proven import Proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.shrinking import shrunk
 from smdistributed.modelparallel.torch.tensor_parallel.auto.statistics import (
     AddUp,
     Reduction,
     Statistics,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
+from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_gradients import (
     gradients_of,
     is_differentiated,
     sources_of,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_sums import (
-    PausedError,
-    TrialSums,
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_slices import (
+    tried,
+    tried_in_slices,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
-from smdistributed.modelparallel.torch.tensor_parallel.module import (
-    DistributedModule,
-    distributed_modules_in,
-)
-from smdistributed.modelparallel.torch.tensors.reads import Reads
 from smdistributed.modelparallel.torch.trial.alone import alone
 from smdistributed.modelparallel.torch.trial.rounding import (
     Rounding,
@@ -97,51 +87,6 @@ class _NoTrialError(RefutedError):
 
 class _VagueError(RefutedError):
     """Rounding moves what is tried so far that it tells nothing; other numbers may tell more."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What was seen when slices gave the result of the whole.
-
-    Attributes:
-        outputs: of each tensor of the result: the dim along which ranks have slices, or ``SUM``,
-            ``MEAN``, ``COMMON`` or ``SAME``.
-        draws: of each dropout, the dim along which its input is split; None if it is whole.
-        meetings: of slices with what is whole.
-        reductions: in which ranks sum what they have, and others between them; none if none does.
-        read: the attributes that its modules have read: name of the module, of the attribute. Of
-            one in which these are the same, the rest being equal, it is a proof, too.
-    """
-
-    outputs: tuple[int | str, ...]
-    draws: tuple[int | None, ...]
-    meetings: tuple[Meeting, ...]
-    reductions: tuple[Reduction, ...]
-    read: frozenset[tuple[str, str]]
-
-    def adapting(self, size: int, rank: int, examples: int, add_up: AddUp) -> Adapting:
-        """Returns what adapts one call to slices of a rank, as was seen.
-
-        Args:
-            size: how many ranks there are.
-            rank: which of them this is.
-            examples: of the call.
-            add_up: returns the sum over the ranks.
-        """
-        statistics = Statistics(size, rank, add_up, known=self.reductions)
-        return Adapting(
-            Meetings(size, rank, examples, self.meetings), statistics if self.reductions else None
-        )
-
-    @property
-    def verdict(self) -> object:
-        """What ranks must have found alike."""
-        return self.outputs, *self.adaptions
-
-    @property
-    def adaptions(self) -> tuple[object, ...]:
-        """What becomes of functions that code calls."""
-        return self.draws, self.meetings, self.reductions
 
 
 def prove(
@@ -191,7 +136,7 @@ def prove(
         except (_NoTrialError, _VagueError):
             raise
         except RefutedError as error:
-            if trial.may_fold:
+            if any(each.may_fold for each in trial.met):
                 with contextlib.suppress(RefutedError):
                     return drawn(made(dtype, seed, folds=True))
             raise error
@@ -225,7 +170,7 @@ class _Trial:
         dtype: of what is drawn.
         draws: gives it random numbers.
         folds: what may be examples and heads in one dim is taken for that.
-        may_fold: something may be that.
+        met: what was found of meetings.
     """
 
     whole: nn.Module
@@ -235,7 +180,7 @@ class _Trial:
     dtype: torch.dtype
     draws: torch.Generator
     folds: bool = False
-    may_fold: bool = False
+    met: list[Meetings] = field(default_factory=list)
 
     @contextlib.contextmanager
     def larger(self, factor: float) -> Iterator[None]:
@@ -325,8 +270,9 @@ class _Trial:
         if known is None and any(map(tolerance.is_vague, told)):
             raise _VagueError("rounding alone changes its numbers so much that nothing is proven")
         results, shapes, adaptings = [], [], []
-        for found, dropped, adapting, kept_of_slice in self._tried_by_all(
-            arguments, read, functools.partial(self._adapting, arguments, known, reductions)
+        adapting_of = functools.partial(self._adapting, arguments, known, reductions)
+        for found, dropped, adapting, kept_of_slice in tried_in_slices(
+            whole, self.plan, self.size, arguments, read, adapting_of
         ):
             for place, own in enumerate(kept, number):
                 if own not in kept_of_slice or not tolerance.holds(place, kept_of_slice[own]):
@@ -399,63 +345,11 @@ class _Trial:
     ) -> Adapting:
         """Returns what adapts the calls of one rank: as is known, or as is to be found."""
         examples = examples_of(Call(arguments).tensors)
-        if known is None:
-            return Adapting(
-                Meetings(self.size, rank, examples, folds=self.folds),
-                Statistics(self.size, rank, add_up, of_whole),
-            )
-        return known.adapting(self.size, rank, examples, add_up)
-
-    def _tried_by_all(
-        self,
-        arguments: Any,
-        read: set[tuple[str, str]],
-        adapting: Callable[[int, AddUp], Adapting],
-    ) -> list[_OfSlices]:
-        """Returns what the slices of each rank give, which may have made sums between them."""
-        sums = TrialSums()
-        while True:
-            found = []
-            for rank in range(self.size):
-                with contextlib.suppress(PausedError):
-                    found.append(self._tried_in_slices(rank, arguments, read, sums, adapting))
-            try:
-                if not sums.go_on(self.size):
-                    return found
-            except ValueError as error:
-                raise RefutedError(str(error)) from error
-
-    def _tried_in_slices(
-        self,
-        rank: int,
-        arguments: Any,
-        read: set[tuple[str, str]],
-        sums: TrialSums,
-        adapting: Callable[[int, AddUp], Adapting],
-    ) -> _OfSlices:
-        sums.begin()
-        adapted = adapting(rank, sums.add_up)
-        part = copied_with(self.whole, _as_it_is, torch.clone)
-        with distributed_modules_in(_Pretended(self.size, rank)):
-            gate = cut(part, self.plan, self.size, functools.partial(_slice, rank))
-            gate.is_open, gate.add_up = True, lambda group, share: sums.add_up(share)
-            try:
-                with (
-                    Reads(_owners(part), gate.is_used_by) as reads,
-                    state_reads.noted(part) as read_of_part,
-                ):
-                    result, shapes, _ = tried(part, arguments, adapted)
-            finally:
-                gate.is_open = False  # as where ranks differentiate, which the module is no part of
-                self.may_fold |= adapted.meetings.may_fold
-            read |= read_of_part
-            if reads.found:
-                raise RefutedError(f"its code reads {reads.found[0]} by itself")
-        return result, shapes, adapted, tensors_kept_in(part)
-
-
-#: What slices give, the shapes of what they drop from, what they met, and what they keep.
-_OfSlices = tuple[Call, list[tuple[int, ...]], Adapting, dict[str, torch.Tensor]]
+        if known is not None:
+            return known.adapting(self.size, rank, examples, add_up)
+        meetings = Meetings(self.size, rank, examples, folds=self.folds)
+        self.met.append(meetings)
+        return Adapting(meetings, Statistics(self.size, rank, add_up, of_whole))
 
 
 def _check_kept(place: str | None) -> None:
@@ -463,72 +357,5 @@ def _check_kept(place: str | None) -> None:
         raise RefutedError(f"it keeps an activation, {place}, of which a rank would have a slice")
 
 
-def tried(
-    module: nn.Module, arguments: Any, adapting: Adapting | None = None
-) -> tuple[Call, list[tuple[int, ...]], list[Reduction]]:
-    """Calls a module without dropout; returns its result, and the shapes of what is dropped from.
-
-    Args:
-        module: to call.
-        arguments: of the call.
-        adapting: of the functions that it calls to slices; None: it is whole.
-
-    Returns:
-        both, and how a whole one reduces.
-
-    Raises:
-        RefutedError: the call fails, or draws in another way than by dropout.
-    """
-    args, kwargs = arguments
-    before, draws_python = torch.get_rng_state(), python_draws()
-    noted = NotedDraws(adapting)
-    try:
-        # What is computed again is what it was, so that is no part of what slices are tried for.
-        with checkpointing_left_out(), noted:
-            result = Call(module(*args, **kwargs))
-    except SMPError as error:
-        raise RefutedError(str(error)) from error
-    except Exception as error:  # any code may run here
-        first = (str(error).splitlines() or [""])[0]
-        raise RefutedError(f"{type(error).__name__}: {first}") from error
-    if draws_python() or not torch.equal(before, torch.get_rng_state()):
-        raise RefutedError("it draws random numbers in another way than by dropout")
-    return result, noted.shapes, noted.reductions
-
-
-class _Pretended(TensorGroup):
-    """A group for slices that are tried in one process."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        super().__init__()
-        self.size, self.rank = size, rank
-
-
-def _owners(module: nn.Module) -> dict[int, str]:
-    """Returns the names of slices, by their ids."""
-    return {
-        id(parameter): name
-        for owner, inner in module.named_modules()
-        if isinstance(inner, DistributedModule)
-        for name, parameter in inner.named_parameters(owner, recurse=False)
-    }
-
-
 def _versions(module: nn.Module) -> list[int]:
     return [version_of(each) for each in module.buffers()]
-
-
-def _as_it_is(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter
-
-
-def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> None:
-    """Gives a slice its share of the values of the whole."""
-    for each, _ in list(made.named_parameters(recurse=False)):
-        whole: torch.Tensor = linear.get_parameter(each)
-        kept = made.slice_of(each)
-        if kept is not None:
-            whole = taken(whole, kept.part(made.tensor_group.size, rank))
-        made._parameters[each] = nn.Parameter(
-            whole.detach(), requires_grad=linear.get_parameter(each).requires_grad
-        )

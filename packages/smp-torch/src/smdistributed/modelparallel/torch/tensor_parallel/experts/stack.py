@@ -27,8 +27,8 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import RefutedError
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import tried
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import copied_with
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_slices import tried
 from smdistributed.modelparallel.torch.tensor_parallel.experts.routed import Routed, routed
 from smdistributed.modelparallel.torch.tensor_parallel.experts.rows import (
     Dispatch,
