@@ -11,11 +11,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import graph_cases
 import torch
-from one_module_blocks import VOCAB, RootMeanSquare, in_double_precision, trained
+from one_module_blocks import VOCAB, RootMeanSquare, difference, in_double_precision, trained
 from torch import nn
 from torch.nn import functional as F
 
+import smdistributed.modelparallel.torch as smp
 from smdistributed.modelparallel.common.errors import SMPError
 
 WIDTH, HEADS, INNER = 32, 8, 24
@@ -263,3 +265,40 @@ def outcomes(chosen: list[Member], size: int, *, is_split: bool) -> list[dict[st
         except SMPError as error:
             found.append({"refused": str(error)})
     return found
+
+
+@in_double_precision()
+def checkpointed(member: Member) -> None:
+    """Blocks that are computed again meet and sum again, and draw what they drew."""
+
+    def prepare(module: Any) -> None:
+        smp.set_activation_checkpointing(module.blocks)
+
+    make = functools.partial(Model, member)
+    want = trained(make, 2, is_split=True)
+    assert not difference(trained(make, 2, is_split=True, prepare=prepare), want)
+
+
+@in_double_precision()
+def captured(member: Member) -> None:
+    """Passes that are captured give the numbers of those that are not."""
+    make = functools.partial(Model, (*member[:5], "none", member[6]))
+    want = trained(make, 2, is_split=True, rounds=5)
+    with graph_cases.captured() as (begun, reasons):
+        got = trained(make, 2, is_split=True, rounds=5, cuda_graphs=True)
+    assert not difference(got, want)
+    assert begun, reasons.found
+
+
+@in_double_precision()
+def compiled(member: Member) -> None:
+    """Blocks that are compiled in place give the same, though groups in them run as written."""
+    make = functools.partial(Model, (*member[:5], "none", member[6]))
+    want = trained(make, 2, is_split=True)
+
+    def prepare(module: Any) -> None:
+        for block in module.blocks:
+            block.compile(backend=lambda graph, inputs: graph.forward)
+
+    torch.compiler.reset()
+    assert not difference(trained(make, 2, is_split=True, prepare=prepare), want)

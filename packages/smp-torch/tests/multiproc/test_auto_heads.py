@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import heads_and_whole
@@ -10,7 +11,7 @@ import pytest
 from heads_and_whole import Member
 from one_module_blocks import MICROBATCHES
 from test_tensor_parallel import WORLDS
-from world import run, world_of
+from world import quick, run, world_of
 
 from smdistributed.modelparallel.common.testing import Worlds
 
@@ -66,3 +67,14 @@ def test_heads_that_meet_what_is_whole_give_the_numbers_of_one_process(
 def test_sampled_heads_are_never_wrong(worlds: Worlds, world: str) -> None:
     found = verdicts(worlds, heads_and_whole.sample(60, 1), world, 4 if world == "tp4" else 2)
     assert all(each.startswith("exact") for each in found), found
+
+
+@pytest.mark.parametrize(
+    ("case", "number"),
+    quick(
+        list(itertools.product(("checkpointed", "captured", "compiled"), range(len(CHOSEN)))),
+        [("checkpointed", 2), ("captured", 1), ("compiled", 0)],
+    ),
+)
+def test_heads(worlds: Worlds, case: str, number: int) -> None:
+    run(worlds, WORLDS["tp2"], getattr(heads_and_whole, case), CHOSEN[number], timeout=300)

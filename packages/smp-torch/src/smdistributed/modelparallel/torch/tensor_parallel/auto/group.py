@@ -300,7 +300,10 @@ class ClosedGroup(DistributedModule):
         seeds: list[int | None] = [None] * group.size
         if self.training and not makes_shapes:
             seeds = seeds_of_calls(group, [each.draws for each in proofs])
-        compute = self.compute if self._smp_lane is None or makes_shapes else self._smp_lane
+        # A compiler calls other functions than code does, of which proofs know nothing.
+        is_adapted = any(each.meetings or each.reductions for each in proofs)
+        lane = None if makes_shapes or is_adapted else self._smp_lane
+        compute = self.compute if lane is None else lane
 
         def computed(number: int, tensors: dict[str, torch.Tensor]) -> Call:
             lane_call = lanes[number].call

@@ -3,8 +3,8 @@
 Slopes, biases and gates of one number a head are whole on each rank, whatever they come from:
 parameters, buffers, arguments or what code has computed. So are sizes that are written as numbers.
 Where a function would refuse such a tensor or size beside a slice, as it is as many times as large
-as there are ranks, it gets the own part. A proof notes what that is, in the order of the calls, and
-what is not as it was then is refused.
+as there are ranks, it gets the own part. A proof notes what that is, by function and place, and
+what it has not seen is refused.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class Cut(NamedTuple):
     Attributes:
         place: of the tensor among those of the call; -1: it is a size.
         dim: of the tensor, counted from the last one; or the place of the size, from the first.
+        whole: how many heads or channels are cut; 0 where examples may be among them.
         is_folded: the dim is all examples with all heads, of which the heads are cut.
     """
 
     place: int
     dim: int
+    whole: int
     is_folded: bool = False
 
 
@@ -70,7 +72,7 @@ class Meetings:
             all heads.
 
     Attributes:
-        found: the meetings up to now.
+        found: the meetings up to now, each once: code may go through a loop as often as it likes.
         may_fold: a proof could have taken a dim so.
     """
 
@@ -103,7 +105,7 @@ class Meetings:
         wanted = _too_large(function, args, kwargs, shapes, self.size)
         if not wanted:
             return args, kwargs
-        cuts = tuple(self._cut(place, dim, shapes[place]) for place, dim in wanted)
+        cuts = tuple(self._cut(function, place, dim, shapes[place]) for place, dim in wanted)
         self._note(Meeting(_name_of(function), cuts))
         made, named = list(args), dict(kwargs)
         for cut in cuts:
@@ -111,22 +113,23 @@ class Meetings:
             _put(made, named, where, self._own_part(tensor, cut))
         return made, named
 
-    def _cut(self, place: int, dim: int, shape: Shape) -> Cut:
+    def _cut(self, function: Any, place: int, dim: int, shape: Shape) -> Cut:
         is_first = dim == -len(shape) and len(shape) > 1
         can_fold = is_first and self.examples > 0 and not shape[0] % (self.examples * self.size)
         self.may_fold |= can_fold
-        return Cut(place, dim, can_fold and self._folds_next(place, dim))
-
-    def _folds_next(self, place: int, dim: int) -> bool:
+        folded = Cut(place, dim, 0, is_folded=True)
+        plain = Cut(place, dim, shape[dim])
         if self.known is None:
-            return self.folds
-        following = self.known[len(self.found) : len(self.found) + 1]
-        return any(Cut(place, dim, True) in each.cuts for each in following)
+            return folded if can_fold and self.folds else plain
+        alike = (each for each in self.known if each.function == _name_of(function))
+        return folded if any(folded in each.cuts for each in alike) else plain
 
     def _own_part(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         if cut.is_folded:
+            if not self.examples or tensor.shape[0] % (self.examples * self.size):
+                raise ValueError("a first dim is no longer all examples with all heads")
             apart = tensor.reshape(self.examples, -1, *tensor.shape[1:])
-            return self._own_part(apart, Cut(cut.place, 1)).flatten(0, 1)
+            return self._own_part(apart, Cut(cut.place, 1, apart.shape[1])).flatten(0, 1)
         own = tensor.shape[cut.dim] // self.size
         return tensor.narrow(cut.dim, self.rank * own, own)
 
@@ -135,26 +138,23 @@ class Meetings:
         given = _Sizes.of(function, args)
         if given is None or not given.count_whole(self.size):
             return args
-        place = self._known_size() if self.known is not None else given.guess(self)
+        place = given.guess(self)
         if place is None or given.sizes[place] % self.size:
             return args
-        self._note(Meeting(_name_of(function), (Cut(-1, place),)))
+        whole = given.sizes[place] if place else 0
+        self._note(Meeting(_name_of(function), (Cut(-1, place, whole),)))
         return given.cut(place, self.size)
 
-    def _known_size(self) -> int | None:
-        following = self.known[len(self.found) : len(self.found) + 1] if self.known else ()
-        return next((each.cuts[0].dim for each in following if each.cuts[0].place < 0), None)
-
     def _note(self, meeting: Meeting) -> None:
-        """Takes note of a meeting; one that is known must be the same."""
-        number = len(self.found)
-        if self.known is not None and self.known[number : number + 1] != (meeting,):
+        """Takes note of a meeting; where some are known it must be one of them."""
+        if self.known is not None and meeting not in self.known:
             raise SMPError(
                 "slices of a module meet what is whole in another way than when they were proven "
                 f"({meeting.function}); exclude the module: "
                 "smp.set_tensor_parallelism(module, enabled=False)."
             )
-        self.found.append(meeting)
+        if meeting not in self.found:
+            self.found.append(meeting)
 
 
 @dataclass
@@ -228,19 +228,17 @@ class _Sizes:
 
 def _same_in_front(before: Shape, after: Shape) -> int:
     """Returns how many sizes hold what as many or others held before, from the first on."""
-    old, new = iter(before), iter(after)
-    same, number, left, right = 0, 0, 1, 1
-    while True:
-        try:
-            if left <= right:
-                left *= next(old)
-            else:
-                right *= next(new)
-                number += 1
-        except StopIteration:
-            return same
-        if left == right:
+    same, place, number, left, right = 0, 0, 0, 1, 1
+    while place < len(before) and number < len(after):
+        if left <= right:
+            left *= before[place]
+            place += 1
+        else:
+            right *= after[number]
+            number += 1
+        if left == right and place < len(before):  # else nothing is left for the one that is cut
             same, left, right = number, 1, 1
+    return same
 
 
 def _too_large(
