@@ -70,3 +70,23 @@ def test_models_that_take_masks_are_tried_with_padding() -> None:
     assert padded["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]
     assert with_padding(nn.Linear(2, 2), {"input_ids": ids}) == {}
     assert with_padding(Model(), {"pixel_values": ids}) == {}
+
+
+class Added(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def test_what_groups_have_split_is_not_left_whole_around_them() -> None:
+    module = nn.Sequential(Added(), nn.Linear(WIDTH, 2 * WIDTH))
+    call = Call(((torch.empty(2, LENGTH, WIDTH),), {}))
+    names: dict[nn.Module, str] = {module[0]: "0", module: ""}
+    calls = dict.fromkeys(names, call)
+    search = Search(Pretended(2, 0), lambda each: each, names, calls)
+    for each in names:
+        search.try_one(each, closes=True)
+    assert list(search.plan.groups) == [module[0]]

@@ -132,7 +132,11 @@ class Search:
         if is_attention(module) and not closes:
             return
         try:
-            self.plan.groups[module] = self._found(module, closes=closes)
+            found = self._found(module, closes=closes)
+            split = {inner for each in within for inner in each.modules()}
+            if not split.isdisjoint(_left_whole(module, found.plan)):
+                raise RefutedError("it would leave maps whole that groups in it have split")
+            self.plan.groups[module] = found
             for each in within:
                 del self.plan.groups[each]
         except RefutedError as error:
@@ -270,6 +274,12 @@ class Search:
         chosen = Found(known.plan, template, known.proofs)
         chosen.kin.append(chosen)
         return chosen
+
+
+def _left_whole(module: nn.Module, plan: Plan) -> set[nn.Module]:
+    """Returns the linear maps in a module that a plan does not split."""
+    split = {*plan.columns, *plan.rows}
+    return {each for name, each in module.named_modules() if is_map(each) and name not in split}
 
 
 def _width_of(module: nn.Module) -> int | None:
