@@ -472,7 +472,7 @@ class Odd(Twice):
 KINDS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "closed": (FeedForward, True),
     "split": (Scores, True),
-    "norm over channels": (Sums, False),
+    "norm over channels": (Sums, True),
     "residual": (Twice, False),
     "reads a weight": (Tied, False),
     "heads counted for both": (sharing_heads, False),
@@ -547,7 +547,7 @@ class Choosy(FeedForward):
 
     def forward(self, x: torch.Tensor, normed: bool = False) -> torch.Tensor:
         inner = F.silu(self.gate(x)) * self.up(x)
-        return self.down(F.layer_norm(inner, inner.shape[-1:]) if normed else inner)
+        return self.down(inner.softmax(-1) if normed else inner)
 
 
 class Inner(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from smdistributed.modelparallel.torch.tensor_parallel.auto import proof
+from smdistributed.modelparallel.torch.tensor_parallel.auto import proof, trial_slices
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     COMMON,
@@ -24,8 +24,10 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     RefutedError,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove, tried
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proven import Proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_slices import tried
 from smdistributed.modelparallel.torch.trial.rounding import Rounding
 
 WIDTH, INNER, HEADS = 12, 24, 4
@@ -124,12 +126,12 @@ def _proven(module: nn.Module, plan: Plan, shape: tuple[int, ...] = (2, 5, WIDTH
 def _processor(seed: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Inside, each operation of a proof rounds otherwise, forward and backward."""
     seeds = iter(range(1000 * seed, 1000 * (seed + 1)))
-    tried, gradients = proof.tried, proof.gradients_of
+    gradients = proof.gradients_of
 
-    def tried_there(module: nn.Module, arguments: Any) -> Any:
+    def tried_there(module: nn.Module, arguments: Any, adapting: Any = None) -> Any:
         drawn = [*module.parameters(), *Call(arguments).tensors]
         with Rounding(drawn, next(seeds)):
-            return tried(module, arguments)
+            return tried(module, arguments, adapting)
 
     def gradients_there(source: Any, results: Any, weights: Any) -> Any:
         with Rounding(weights, next(seeds)):
@@ -137,10 +139,20 @@ def _processor(seed: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
 
     with patch.context() as inside:
         inside.setattr(proof, "tried", tried_there)
+        inside.setattr(trial_slices, "tried", tried_there)
         inside.setattr(proof, "gradients_of", gradients_there)
         yield
 
 
+#: What reduces the channels of all ranks together.
+SPANNING: dict[str, Function] = {
+    "layer norm": lambda h: F.layer_norm(h, (INNER,), torch.arange(INNER) / 7, torch.ones(INNER)),
+    "rms norm": lambda h: F.rms_norm(h, (INNER,), torch.arange(INNER) / 7),
+    "layer norm of fewer": lambda h: F.layer_norm(h, h.shape[-1:], eps=1e-3),
+    "its own norm": lambda h: h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6),
+    "less its mean": lambda h: h - h.mean(-1, keepdim=True),
+    "beside its sum": lambda h: h + h.sum(dim=-1, keepdim=True) / 100,
+}
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "feed forward": (Block, FEED_FORWARD),
     "gated": (Gated, Plan(("up", "gate"), ("down",))),
@@ -155,6 +167,11 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Plan]] = {
     "buckets": (
         lambda: Block(last=lambda r: r * (torch.arange(WIDTH).float() / 3 * 3).long()),
         FEED_FORWARD,
+    ),
+    **{f"spanning: {k}": (lambda f=f: Block(f), FEED_FORWARD) for k, f in SPANNING.items()},
+    "spanning: mean over heads": (
+        lambda: Attention(scores_of=lambda s: s + s.mean(1, keepdim=True)),
+        OF_HEADS,
     ),
     "its own zeros": (
         lambda: Block(last=lambda r: torch.zeros(r.shape).index_add(0, torch.arange(2), r)),
@@ -171,7 +188,9 @@ def test_right_splits_are_proven_on_each_processor(
     make, plan = RIGHT[name]
     for seed in seeds:
         with _processor(seed, monkeypatch):
-            assert _proven(make(), plan).outputs == (SUM,)
+            proof = _proven(make(), plan)
+            assert proof.outputs == (SUM,)
+            assert any(each.spans for each in proof.reductions) is name.startswith("spanning")
 
 
 @pytest.mark.parametrize("num_vague", [0, 2, 3])
@@ -200,10 +219,8 @@ INNER_WRONG: dict[str, Function] = {
     "softmax": lambda h: h.softmax(-1),
     "log softmax": lambda h: h.log_softmax(-1),
     "a little softmax": lambda h: h + 1e-5 * h.softmax(-1),
-    "layer norm": lambda h: F.layer_norm(h, h.shape[-1:]),
-    "rms norm": lambda h: F.rms_norm(h, h.shape[-1:]),
     "normalize": lambda h: F.normalize(h, dim=-1),
-    "less its mean": lambda h: h - h.mean(-1, keepdim=True),
+    "less the mean of all": lambda h: h - h.mean(),
     "by its largest": lambda h: h / h.abs().amax(-1, keepdim=True),
     "by its deviation": lambda h: h / h.std(),
     "cumulative": lambda h: h.cumsum(-1),
@@ -226,7 +243,6 @@ INNER_WRONG: dict[str, Function] = {
 ATTENTION_WRONG: dict[str, Function] = {
     "by the number of heads": lambda s: s / s.shape[1],
     "slopes by head": lambda s: s * torch.arange(s.shape[1])[:, None, None],
-    "mean over heads": lambda s: s + s.mean(1, keepdim=True),
     "softmax over heads": lambda s: s * s.softmax(1),
     "talking heads": lambda s: s.cumsum(1),
 }

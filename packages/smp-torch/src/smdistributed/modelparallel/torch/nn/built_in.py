@@ -9,14 +9,20 @@ from torch import nn
 from smdistributed.modelparallel.torch.nn.embedding import DistributedEmbedding
 from smdistributed.modelparallel.torch.nn.huggingface.built_in import family_of
 from smdistributed.modelparallel.torch.nn.linear import DistributedLinear, WideningLinear
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_linear
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
 from smdistributed.modelparallel.torch.tensor_parallel.registry import Arguments, Registration
 
 
 def built_in(module: nn.Module) -> Registration | None:
-    """Returns how a module is distributed; None if it is not. Subclasses stay as they are."""
+    """Returns how a module is distributed; None if it is not.
+
+    Subclasses stay as they are, but for those of ``nn.Linear`` that compute what it does.
+    """
     family = family_of(module)
-    return _TORCH.get(type(module)) if family is None else family.registration()
+    if family is not None:
+        return family.registration()
+    return _TORCH.get(nn.Linear if is_linear(module) else type(module))
 
 
 def _of_linear(module: Any) -> Arguments:

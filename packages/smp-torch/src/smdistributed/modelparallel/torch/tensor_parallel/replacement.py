@@ -24,10 +24,10 @@ from smdistributed.modelparallel.torch.tensor_parallel.additions import addition
 from smdistributed.modelparallel.torch.tensor_parallel.auto.group import Found, close
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import cut
 from smdistributed.modelparallel.torch.tensor_parallel.auto.planning import (
-    AutoPlan,
     check_agreed,
     plan_groups,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.search import AutoPlan
 from smdistributed.modelparallel.torch.tensor_parallel.experts.finding import (
     check_stacks_agreed,
     find_stacks,

@@ -96,3 +96,39 @@ SELECTING = frozenset({_TENSOR.__getitem__, _TENSOR.masked_select, torch.masked_
 BY_NUMBER = methods_of_tensors(
     "mul_ div_ zero_ detach_ clamp_ clamp_min_ clamp_max_ nan_to_num_ neg_"
 )
+
+# ---------------------------------------------------------------------- shapes
+
+#: What lays tensors one over the other, dims from the last on, where those of one number are
+#: repeated.
+BROADCASTING = methods_of_tensors(
+    "add add_ sub sub_ rsub mul mul_ div div_ true_divide pow maximum minimum where masked_fill "
+    "masked_fill_ lerp addcmul addcdiv remainder fmod atan2 eq ne lt le gt ge logical_and "
+    "logical_or logical_xor bitwise_and bitwise_or bitwise_xor __add__ __radd__ __iadd__ __sub__ "
+    "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __pow__ "
+    "__rpow__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__",
+    *(torch.add, torch.sub, torch.subtract, torch.rsub, torch.mul, torch.multiply, torch.div),
+    *(torch.divide, torch.true_divide, torch.pow, torch.maximum, torch.minimum, torch.where),
+    *(torch.masked_fill, torch.lerp, torch.addcmul, torch.addcdiv, torch.remainder, torch.fmod),
+    *(torch.atan2, torch.eq, torch.ne, torch.lt, torch.le, torch.gt, torch.ge, torch.logical_and),
+    *(torch.logical_or, torch.logical_xor, torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor),
+)
+#: What does so with all dims but the last two.
+MULTIPLYING_MATRICES = methods_of_tensors(
+    "matmul __matmul__ __rmatmul__ bmm baddbmm",
+    *(torch.matmul, torch.bmm, torch.baddbmm, torch.nn.functional.scaled_dot_product_attention),
+)
+#: What puts tensors one behind the other, which are alike but along one dim.
+CONCATENATING = frozenset({torch.cat, torch.concat, torch.concatenate})
+#: What gives the numbers of a tensor other sizes, which follow it.
+VIEWING = methods_of_tensors("view reshape", torch.reshape)
+#: What makes several dims of one, which follows the tensor, as their sizes do it.
+UNFLATTENING = methods_of_tensors("unflatten", torch.unflatten)
+#: What repeats dims of one number, by the sizes that follow the tensor.
+EXPANDING = methods_of_tensors("expand")
+
+
+def writes_to_first(function: Any) -> bool:
+    """Whether a function writes to its first tensor."""
+    name = str(getattr(function, "__name__", ""))
+    return name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))

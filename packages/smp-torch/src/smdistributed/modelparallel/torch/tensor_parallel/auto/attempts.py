@@ -9,15 +9,16 @@ is summed there.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import Call
 from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
-from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_map, sizes_of
+from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import is_linear, is_map, sizes_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import RefutedError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.part_linear import Section
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
 from smdistributed.modelparallel.torch.tensor_parallel.auto.roles import Origins
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
@@ -25,6 +26,10 @@ from smdistributed.modelparallel.torch.trial.alone import alone
 
 #: Of what was seen as several dims, as many as this may be fused: query, key and value.
 _MOST_FUSED = 3
+#: Maps may stay whole in a group if others in it have so many times as many numbers.
+_LEAST_SPLIT = 2
+#: The same of maps whose weights alone stay whole.
+_LEAST_PARTLY = 2 / 3
 _COUNTS_HEADS = re.compile(r"head")
 _NOT_COUNTS = re.compile(r"dim|size|mask|hidden|layer")
 _OF_ONE_HEAD = re.compile(r"head_(dim|size)$|kv_channels$")
@@ -97,7 +102,25 @@ def plans_of(
         yield Plan(attentions=("",))
         return
     origins = alone(lambda: _origins(template, call), template.module.modules())
-    roles = _roles(origins, template)
+    # A call with a part that this one leaves out, as cross attention, may go on with other sums.
+    goes_on &= origins.read_by.keys() == {*template.linears, *template.attentions}
+    reason: RefutedError | None = None
+    for whole in _kept_whole(origins, template):
+        try:
+            roles = _roles(origins, template, whole)
+            yield from _plans_with(
+                *(roles, origins, template, size), closes=closes, goes_on=goes_on
+            )
+        except RefutedError as error:
+            reason = reason or error
+    if reason is not None:
+        raise reason
+
+
+def _plans_with(
+    roles: _Roles, origins: Origins, template: Template, size: int, *, closes: bool, goes_on: bool
+) -> Iterator[Plan]:
+    """Yields what may be proven where it is known what each linear map does."""
     if bool(roles.rows or roles.attentions) is not closes:
         raise OtherKindError("none of its linear maps sums what others have split")
     widths = set()
@@ -107,14 +130,14 @@ def plans_of(
     for name in roles.rows:
         widths.add(sizes_of(template.linears[name])[0])
         _check_divides(size, "in_features", sizes_of(template.linears[name])[0], name)
-    # A call with a part that this one leaves out, as cross attention, may go on with other sums.
-    goes_on &= origins.read_by.keys() == {*template.linears, *template.attentions}
-    for fused in _fusions(origins, roles.columns, size):
+    of_rows = {sizes_of(template.linears[name])[0] for name in roles.rows}
+    for fused, partly in _fusions(origins, roles.columns, of_rows, template, size):
         more = {length for lengths in fused.values() for length in lengths}
         for divided in _divisions(template, widths | more, size):
             for sums, is_mean in roles.ends(goes_on=goes_on) if closes else [((), False)]:
                 yield Plan(
                     *(roles.columns, roles.rows, divided, tuple(fused.items())),
+                    partly=tuple(partly.items()),
                     attentions=roles.attentions,
                     sums=sums,
                     is_mean=is_mean,
@@ -129,9 +152,12 @@ def _check_divides(size: int, what: str, number: int, name: str) -> None:
 
 
 def _fusions(
-    origins: Origins, columns: Sequence[str], size: int
-) -> Iterator[dict[str, tuple[int, ...]]]:
-    """Yields what may be fused in the outputs of linear maps: nothing, then what was cut apart."""
+    origins: Origins, columns: Sequence[str], of_rows: Set[int], template: Template, size: int
+) -> Iterator[tuple[dict[str, tuple[int, ...]], dict[str, tuple[Section, ...]]]]:
+    """Yields what may be fused in the outputs of linear maps, and what of that stays whole.
+
+    That is: nothing, then what was cut apart, then with less than the maps that follow read whole.
+    """
     cuts = {name: origins.cuts[name] for name in columns if name in origins.cuts}
     folds = {
         name: origins.folds[name]
@@ -143,7 +169,22 @@ def _fusions(
         divides = all(length % size == 0 for lengths in found.values() for length in lengths)
         if found not in seen and divides:
             seen.append(found)
-            yield found
+            yield found, {}
+    partly = {}
+    for name in columns:
+        outputs = sizes_of(template.linears[name])[1]
+        first = max((each for each in of_rows if each < outputs), default=0)
+        lengths = cuts.get(name, (first, outputs - first))
+        sections = tuple(Section(each, each >= min(of_rows, default=0)) for each in lengths)
+        if (
+            first
+            and len({each.is_split for each in sections}) > 1
+            and is_linear(template.linears[name])
+        ):
+            partly[name] = sections
+    is_shared = all(not each.length % size for s in partly.values() for each in s if each.is_split)
+    if partly and is_shared and _is_small(frozenset(partly), template, _LEAST_PARTLY):
+        yield {name: each for name, each in cuts.items() if name not in partly}, partly
 
 
 def _origins(template: Template, call: Call) -> Origins:
@@ -162,12 +203,49 @@ def _origins(template: Template, call: Call) -> Origins:
     return origins
 
 
-def _roles(origins: Origins, template: Template) -> _Roles:
-    """Returns what linear maps do, as they were seen to read each other's results."""
+def _kept_whole(origins: Origins, template: Template) -> Iterator[frozenset[str]]:
+    """Yields linear maps that every rank may have whole: none, then small ones.
+
+    They are maps of keys for few heads, or those whose results other maps make heads of. Each rank
+    computes them for the calls of all.
+    """
+    first = [
+        name for name, read in origins.read_by.items() if not read and name in template.linears
+    ]
+    widest = max((sizes_of(template.linears[name])[1] for name in first), default=0)
+    narrow = {name for name in first if sizes_of(template.linears[name])[1] < widest}
+    seen: list[frozenset[str]] = []
+    for names in ((), narrow, first):
+        whole = frozenset(names)
+        if whole not in seen and (not whole or _is_small(whole, template)):
+            seen.append(whole)
+            yield whole
+
+
+def _is_small(names: frozenset[str], template: Template, least: float = _LEAST_SPLIT) -> bool:
+    """Whether some linear maps are small beside the others, which have so many times as much."""
+    sizes = {name: each.weight.numel() for name, each in template.linears.items()}
+    kept = sum(sizes[name] for name in names)
+    return bool(least * kept <= sum(sizes.values()) - kept)
+
+
+def _roles(origins: Origins, template: Template, whole: frozenset[str]) -> _Roles:
+    """Returns what linear maps do, as they were seen to read each other's results.
+
+    Args:
+        origins: what each reads.
+        template: of the module.
+        whole: those that are not split.
+
+    Raises:
+        RefutedError: there is nothing to split so.
+    """
     columns: dict[str, None] = {}
     rows: dict[str, None] = {}
     attentions: dict[str, None] = {}
     for name, read in origins.read_by.items():
+        if name in whole:
+            continue
         reads_slices = not columns.keys().isdisjoint(read)
         if name not in template.attentions:
             (rows if reads_slices else columns)[name] = None

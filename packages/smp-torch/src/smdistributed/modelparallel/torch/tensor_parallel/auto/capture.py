@@ -156,6 +156,21 @@ def inputs_of_transformers(model: nn.Module) -> dict[str, torch.Tensor] | None:
     return found
 
 
+def with_padding(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns inputs for a model of Transformers with padding; none where it takes none.
+
+    Modules may be called with masks then, in another form.
+    """
+    if (
+        "input_ids" not in inputs
+        or "attention_mask" not in inspect.signature(model.forward).parameters
+    ):
+        return {}
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[-1, -1] = 0
+    return {**inputs, "attention_mask": mask}
+
+
 def guesses(module: nn.Module, width: int) -> Iterator[Call]:
     """Yields calls that a module may take: tensors of its first linear map's width."""
     try:

@@ -18,6 +18,11 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from smdistributed.modelparallel.common.errors import SMPError
+from smdistributed.modelparallel.torch.tensor_parallel.auto.adapting import Adapting
+from smdistributed.modelparallel.torch.tensor_parallel.auto.statistics import (
+    Reduction,
+    reduction_of,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
 
 _DROPOUTS = frozenset({F.dropout, torch.dropout})
@@ -41,16 +46,26 @@ _WHOLE_ARGUMENTS = inspect.signature(_WHOLE_ATTENTION)
 class NotedDraws(TorchFunctionMode):
     """Notes the shape of all that would be dropped from, and drops nothing.
 
+    Args:
+        adapting: of calls to slices; None: nothing is in slices.
+
     Attributes:
         shapes: in the order of the calls.
+        reductions: what reduces, where nothing is in slices.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, adapting: Adapting | None = None) -> None:
         super().__init__()
         self.shapes: list[tuple[int, ...]] = []
+        self.reductions: list[Reduction] = []
+        self._adapting = adapting
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._adapting is not None:
+            func, args, kwargs = self._adapting.adapted(func, args, kwargs)
+        elif (reduction := reduction_of(func, args, kwargs)) is not None:
+            self.reductions.append(reduction)
         if func in _DROPOUTS:
             tensor = args[0] if args else kwargs["input"]
             self.shapes.append(tuple(tensor.shape))
@@ -109,22 +124,29 @@ class SplitDraws(TorchFunctionMode):
             is whole.
         size: how many ranks there are.
         rank: which of them this is.
+        adapting: of other calls to slices; None: there is no need of it.
     """
 
-    def __init__(self, dims: Sequence[int | None], size: int, rank: int) -> None:
+    def __init__(
+        self, dims: Sequence[int | None], size: int, rank: int, adapting: Adapting | None = None
+    ) -> None:
         super().__init__()
         self._dims = dims
         self._size, self._rank = size, rank
         self._number = 0
+        self._adapting = adapting
 
     def copy(self) -> SplitDraws:
         """Returns one that goes on from where this one is."""
-        other = SplitDraws(self._dims, self._size, self._rank)
+        adapting = self._adapting and self._adapting.copy()
+        other = SplitDraws(self._dims, self._size, self._rank, adapting)
         other._number = self._number
         return other
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._adapting is not None:
+            func, args, kwargs = self._adapting.adapted(func, args, kwargs)
         if func in _DROPOUTS:
             return self._dropout(self._next(), func, *args, **kwargs)
         if func is _ATTENTION:

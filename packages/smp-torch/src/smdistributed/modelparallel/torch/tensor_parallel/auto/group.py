@@ -53,6 +53,7 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.lanes import (
     summed,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import number_of_maps
+from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import examples_of
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     COMMON,
     MEAN,
@@ -61,7 +62,8 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     RefutedError,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, counted_whole
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import Proof, prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import prove
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proven import Proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import Gate
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.module import DistributedModule
@@ -292,20 +294,22 @@ class ClosedGroup(DistributedModule):
             self._leave_empty(caches)
         call = Call((args, kwargs))
         lanes, proofs = self._agreed(call, makes_shapes=makes_shapes)
-        sums = bool(self._smp_found.plan.sums)
+        sums = bool(self._smp_found.plan.sums) or any(each.reductions for each in proofs)
         tensors_of = CallTensors(group, self.place, call, lanes, own_is_alike=sums)
         place = None if group.random is None else group.random.place()
         seeds: list[int | None] = [None] * group.size
         if self.training and not makes_shapes:
             seeds = seeds_of_calls(group, [each.draws for each in proofs])
-        compute = self.compute if self._smp_lane is None or makes_shapes else self._smp_lane
+        # A compiler calls other functions than code does, of which proofs know nothing.
+        is_adapted = any(each.meetings or each.reductions for each in proofs)
+        lane = None if makes_shapes or is_adapted else self._smp_lane
+        compute = self.compute if lane is None else lane
 
         def computed(number: int, tensors: dict[str, torch.Tensor]) -> Call:
             lane_call = lanes[number].call
-            own_args, own_kwargs = lane_call.filled([tensors[each] for each in lane_call.paths])
-            draws = None
-            if self.training:
-                draws = SplitDraws(proofs[number].draws, group.size, group.rank)
+            given = [tensors[each] for each in lane_call.paths]
+            own_args, own_kwargs = lane_call.filled(given)
+            draws = self._draws(proofs[number], given)
             with seeded(seeds[number]), contextlib.ExitStack() as stack:
                 if group.random is not None:
                     stack.enter_context(group.random.computing_for(number, place))
@@ -321,6 +325,16 @@ class ClosedGroup(DistributedModule):
         if makes_shapes:
             proofs = [self._smp_found.proof_like(results[group.rank], proofs[0])] * group.size
         return self._own([results[each] for each in numbers], [proofs[each] for each in numbers])
+
+    def _draws(self, proof: Proof, given: Sequence[torch.Tensor]) -> SplitDraws | None:
+        """Returns what adapts the functions of a call to slices; None if nothing has to."""
+        group, adapting = self.tensor_group, None
+        if proof.meetings or proof.reductions:
+            add_up = functools.partial(self._smp_gate.add_up, group)
+            adapting = proof.adapting(group.size, group.rank, examples_of(given), add_up)
+        elif not self.training:
+            return None
+        return SplitDraws(proof.draws, group.size, group.rank, adapting)
 
     def compute(self, draws: SplitDraws | None, args: Any, kwargs: Any) -> Any:
         """Runs the forward of a call as it is written, on the own slices.
@@ -445,7 +459,7 @@ class ClosedGroup(DistributedModule):
                 proofs.append(found.proof_of(self.place, group.size, lane, training=self.training))
         except SMPError as failure:
             found.proofs, error = former, failure
-        same_verdict(group, self.place, f"{[(each.outputs, each.draws) for each in proofs]}", error)
+        same_verdict(group, self.place, f"{[each.verdict for each in proofs]}", error)
         if changed:
             self._smp_seen.look_again()
         self._smp_seen.read(found.read)

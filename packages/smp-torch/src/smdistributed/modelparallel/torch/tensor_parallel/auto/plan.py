@@ -15,12 +15,19 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.maps import (
     is_transposed,
     sizes_of,
 )
+from smdistributed.modelparallel.torch.tensor_parallel.auto.part_linear import (
+    PartLinear,
+    Section,
+)
 from smdistributed.modelparallel.torch.tensor_parallel.auto.split_linear import (
     Gate,
     Leaves,
     SplitLinear,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.module import without_values
+from smdistributed.modelparallel.torch.tensor_parallel.module import (
+    DistributedModule,
+    without_values,
+)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Plan:
         divided: attributes of modules in it that count what is split: name of the module, of the
             attribute; ``config.`` before those of its configuration, of which it gets a copy.
         fused: of columns in which several are one, the name and their sizes.
+        partly: of columns with outputs that are not split, the name and what lies in the outputs.
+            Their weight stays whole.
         attentions: torch's in it, of which every rank gets some heads.
         sums: of rows and attentions, those that are summed where they are made, as code goes on
             with the sum.
@@ -44,6 +53,7 @@ class Plan:
     rows: tuple[str, ...] = ()
     divided: tuple[tuple[str, str], ...] = ()
     fused: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    partly: tuple[tuple[str, tuple[Section, ...]], ...] = ()
     attentions: tuple[str, ...] = ()
     sums: tuple[str, ...] = ()
     is_mean: bool = False
@@ -74,9 +84,14 @@ def cut(module: nn.Module, plan: Plan, size: int, fill: Fill) -> Gate:
         attention = module.get_submodule(name)
         assert isinstance(attention, nn.MultiheadAttention)
         SplitAttention.make_of(attention, gate, fill, plan.leaves(name))
-    fused = dict(plan.fused)
+    for name, sections in plan.partly:
+        group = DistributedModule._group
+        PartLinear.make_of(module.get_submodule(name), sections, gate, size, group.rank)
+    fused, partly = dict(plan.fused), dict(plan.partly)
     for split, names in (("outputs", plan.columns), ("inputs", plan.rows)):
         for name in names:
+            if name in partly:
+                continue
             owner, _, attribute = name.rpartition(".")
             parent, linear = module.get_submodule(owner), module.get_submodule(name)
             with without_values():

@@ -19,26 +19,27 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
-from smdistributed.modelparallel.torch.compat.private.checkpointing import checkpointing_left_out
+from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
-from smdistributed.modelparallel.torch.parts.blocks import taken
 from smdistributed.modelparallel.torch.state import reads as state_reads
-from smdistributed.modelparallel.torch.state.python_random import python_draws
+from smdistributed.modelparallel.torch.tensor_parallel.auto.adapting import Adapting
 from smdistributed.modelparallel.torch.tensor_parallel.auto.calls import (
     Call,
     TensorForm,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.draws import NotedDraws
 from smdistributed.modelparallel.torch.tensor_parallel.auto.kept import (
     activation_in,
     tensors_kept_in,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.meetings import (
+    Meetings,
+    examples_of,
 )
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     SAME,
@@ -48,24 +49,24 @@ from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import (
     split_dim,
     weights_of,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan, cut
+from smdistributed.modelparallel.torch.tensor_parallel.auto.plan import Plan
+from smdistributed.modelparallel.torch.tensor_parallel.auto.proven import Proof
 from smdistributed.modelparallel.torch.tensor_parallel.auto.shrinking import shrunk
-from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template, copied_with
+from smdistributed.modelparallel.torch.tensor_parallel.auto.statistics import (
+    AddUp,
+    Reduction,
+    Statistics,
+)
+from smdistributed.modelparallel.torch.tensor_parallel.auto.template import Template
 from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_gradients import (
     gradients_of,
     is_differentiated,
     sources_of,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_sums import (
-    PausedError,
-    TrialSums,
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_slices import (
+    tried,
+    tried_in_slices,
 )
-from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
-from smdistributed.modelparallel.torch.tensor_parallel.module import (
-    DistributedModule,
-    distributed_modules_in,
-)
-from smdistributed.modelparallel.torch.tensors.reads import Reads
 from smdistributed.modelparallel.torch.trial.alone import alone
 from smdistributed.modelparallel.torch.trial.rounding import (
     Rounding,
@@ -86,23 +87,6 @@ class _NoTrialError(RefutedError):
 
 class _VagueError(RefutedError):
     """Rounding moves what is tried so far that it tells nothing; other numbers may tell more."""
-
-
-@dataclass(frozen=True)
-class Proof:
-    """What was seen when slices gave the result of the whole.
-
-    Attributes:
-        outputs: of each tensor of the result: the dim along which ranks have slices, or ``SUM``,
-            ``MEAN``, ``COMMON`` or ``SAME``.
-        draws: of each dropout, the dim along which its input is split; None if it is whole.
-        read: the attributes that its modules have read: name of the module, of the attribute. Of
-            one in which these are the same, the rest being equal, it is a proof, too.
-    """
-
-    outputs: tuple[int | str, ...]
-    draws: tuple[int | None, ...]
-    read: frozenset[tuple[str, str]]
 
 
 def prove(
@@ -130,9 +114,11 @@ def prove(
     modules = list(template.module.modules())
     few, many = alone(lambda: shrunk(template, call, forms), modules)
 
-    def drawn(dtype: torch.dtype, seed: int) -> Proof:
+    def made(dtype: torch.dtype, seed: int, *, folds: bool = False) -> _Trial:
         draws = torch.Generator().manual_seed(seed)
-        trial = _Trial(template.made(draws, dtype), plan, size, call, dtype, draws)
+        return _Trial(template.made(draws, dtype), plan, size, call, dtype, draws, folds)
+
+    def drawn(trial: _Trial) -> Proof:
         with torch.set_grad_enabled(grad_enabled):
             proof = trial.run(few)
             if many is not None:
@@ -143,11 +129,23 @@ def prove(
                     proof = trial.run_again(proof, few, "with large numbers", factor)
             return proof
 
+    def folded_or_not(dtype: torch.dtype, seed: int) -> Proof:
+        trial = made(dtype, seed)
+        try:
+            return drawn(trial)
+        except (_NoTrialError, _VagueError):
+            raise
+        except RefutedError as error:
+            if any(each.may_fold for each in trial.met):
+                with contextlib.suppress(RefutedError):
+                    return drawn(made(dtype, seed, folds=True))
+            raise error
+
     def proven(dtype: torch.dtype) -> Proof:
         for seed in _SEEDS[:-1]:
             with contextlib.suppress(_VagueError):
-                return drawn(dtype, seed)
-        return drawn(dtype, _SEEDS[-1])
+                return folded_or_not(dtype, seed)
+        return folded_or_not(dtype, _SEEDS[-1])
 
     try:
         return alone(functools.partial(proven, torch.float64), modules)
@@ -171,6 +169,8 @@ class _Trial:
         call: its structure.
         dtype: of what is drawn.
         draws: gives it random numbers.
+        folds: what may be examples and heads in one dim is taken for that.
+        met: what was found of meetings.
     """
 
     whole: nn.Module
@@ -179,6 +179,8 @@ class _Trial:
     call: Call
     dtype: torch.dtype
     draws: torch.Generator
+    folds: bool = False
+    met: list[Meetings] = field(default_factory=list)
 
     @contextlib.contextmanager
     def larger(self, factor: float) -> Iterator[None]:
@@ -213,7 +215,7 @@ class _Trial:
             return proof
         except RefutedError as error:
             raise RefutedError(f"{how}, {error}") from error
-        if again.draws != proof.draws:
+        if again.adaptions != proof.adaptions:
             raise RefutedError(f"{how} it is split in another way")
         return replace(proof, read=proof.read | again.read)
 
@@ -243,7 +245,7 @@ class _Trial:
         given = [version_of(each) for each in Call(arguments).tensors]
         with state_reads.noted(whole) as read:
             try:
-                expected, drawn = tried(whole, arguments)
+                expected, drawn, reductions = tried(whole, arguments)
             except RefutedError as error:
                 raise _NoTrialError(str(error)) from error
         if given != [version_of(each) for each in Call(arguments).tensors]:
@@ -267,13 +269,17 @@ class _Trial:
         told = (place for place in range(len(wanted)) if place not in free)
         if known is None and any(map(tolerance.is_vague, told)):
             raise _VagueError("rounding alone changes its numbers so much that nothing is proven")
-        results, shapes = [], []
-        for found, dropped, kept_of_slice in self._tried_by_all(arguments, read):
+        results, shapes, adaptings = [], [], []
+        adapting_of = functools.partial(self._adapting, arguments, known, reductions)
+        for found, dropped, adapting, kept_of_slice in tried_in_slices(
+            whole, self.plan, self.size, arguments, read, adapting_of
+        ):
             for place, own in enumerate(kept, number):
                 if own not in kept_of_slice or not tolerance.holds(place, kept_of_slice[own]):
                     _check_kept(own)
             results.append(found)
             shapes.append(dropped)
+            adaptings.append(adapting.found)
         if any(found.structure != expected.structure for found in results):
             raise RefutedError("its slices return something else")
         outputs = tuple(
@@ -290,6 +296,8 @@ class _Trial:
             raise RefutedError("its result does not come from what is split")
         if any(len(each) != len(drawn) for each in shapes):
             raise RefutedError("its slices draw at other places")
+        if any(each != adaptings[0] for each in adaptings):
+            raise RefutedError("its slices meet what is whole in different ways")
         every = [each for found in results for each in found.tensors]
         ranks = range(self.size)
         theirs = [each for n in ranks for each in weights_of(n, self.size, outputs, weights)]
@@ -298,7 +306,7 @@ class _Trial:
             if is_told and not tolerance.holds(place, each):
                 raise RefutedError("code or a hook in it changes gradients")
         split = [split_dim(drawn[n], [each[n] for each in shapes]) for n in range(len(drawn))]
-        return Proof(outputs, tuple(split), frozenset(read))
+        return Proof(outputs, tuple(split), *adaptings[0], frozenset(read))
 
     def _weights_like(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns random gradients of results."""
@@ -327,44 +335,21 @@ class _Trial:
             now = tensors_kept_in(self.whole)
             yield [*results, *gradients, *(now.get(place, each) for place, each in kept.items())]
 
-    def _tried_by_all(self, arguments: Any, read: set[tuple[str, str]]) -> list[_OfSlices]:
-        """Returns what the slices of each rank give, which may have made sums between them."""
-        sums = TrialSums()
-        while True:
-            found = []
-            for rank in range(self.size):
-                with contextlib.suppress(PausedError):
-                    found.append(self._tried_in_slices(rank, arguments, read, sums))
-            try:
-                if not sums.go_on(self.size):
-                    return found
-            except ValueError as error:
-                raise RefutedError(str(error)) from error
-
-    def _tried_in_slices(
-        self, rank: int, arguments: Any, read: set[tuple[str, str]], sums: TrialSums
-    ) -> _OfSlices:
-        sums.begin()
-        part = copied_with(self.whole, _as_it_is, torch.clone)
-        with distributed_modules_in(_Pretended(self.size, rank)):
-            gate = cut(part, self.plan, self.size, functools.partial(_slice, rank))
-            gate.is_open, gate.add_up = True, sums.add_up
-            try:
-                with (
-                    Reads(_owners(part), gate.is_used_by) as reads,
-                    state_reads.noted(part) as read_of_part,
-                ):
-                    result = tried(part, arguments)
-            finally:
-                gate.is_open = False  # as where ranks differentiate, which the module is no part of
-            read |= read_of_part
-            if reads.found:
-                raise RefutedError(f"its code reads {reads.found[0]} by itself")
-        return *result, tensors_kept_in(part)
-
-
-#: What slices give, the shapes of what they drop from, and what they keep.
-_OfSlices = tuple[Call, list[tuple[int, ...]], dict[str, torch.Tensor]]
+    def _adapting(
+        self,
+        arguments: Any,
+        known: Proof | None,
+        of_whole: Sequence[Reduction],
+        rank: int,
+        add_up: AddUp,
+    ) -> Adapting:
+        """Returns what adapts the calls of one rank: as is known, or as is to be found."""
+        examples = examples_of(Call(arguments).tensors)
+        if known is not None:
+            return known.adapting(self.size, rank, examples, add_up)
+        meetings = Meetings(self.size, rank, examples, folds=self.folds)
+        self.met.append(meetings)
+        return Adapting(meetings, Statistics(self.size, rank, add_up, of_whole))
 
 
 def _check_kept(place: str | None) -> None:
@@ -372,62 +357,5 @@ def _check_kept(place: str | None) -> None:
         raise RefutedError(f"it keeps an activation, {place}, of which a rank would have a slice")
 
 
-def tried(module: nn.Module, arguments: Any) -> tuple[Call, list[tuple[int, ...]]]:
-    """Calls a module without dropout; returns its result, and the shapes of what is dropped from.
-
-    Raises:
-        RefutedError: the call fails, or draws in another way than by dropout.
-    """
-    args, kwargs = arguments
-    before, draws_python = torch.get_rng_state(), python_draws()
-    noted = NotedDraws()
-    try:
-        # What is computed again is what it was, so that is no part of what slices are tried for.
-        with checkpointing_left_out(), noted:
-            result = Call(module(*args, **kwargs))
-    except SMPError as error:
-        raise RefutedError(str(error)) from error
-    except Exception as error:  # any code may run here
-        first = (str(error).splitlines() or [""])[0]
-        raise RefutedError(f"{type(error).__name__}: {first}") from error
-    if draws_python() or not torch.equal(before, torch.get_rng_state()):
-        raise RefutedError("it draws random numbers in another way than by dropout")
-    return result, noted.shapes
-
-
-class _Pretended(TensorGroup):
-    """A group for slices that are tried in one process."""
-
-    def __init__(self, size: int, rank: int) -> None:
-        super().__init__()
-        self.size, self.rank = size, rank
-
-
-def _owners(module: nn.Module) -> dict[int, str]:
-    """Returns the names of slices, by their ids."""
-    return {
-        id(parameter): name
-        for owner, inner in module.named_modules()
-        if isinstance(inner, DistributedModule)
-        for name, parameter in inner.named_parameters(owner, recurse=False)
-    }
-
-
 def _versions(module: nn.Module) -> list[int]:
     return [version_of(each) for each in module.buffers()]
-
-
-def _as_it_is(parameter: nn.Parameter) -> torch.Tensor:
-    return parameter
-
-
-def _slice(rank: int, name: str, linear: nn.Module, made: DistributedModule) -> None:
-    """Gives a slice its share of the values of the whole."""
-    for each, _ in list(made.named_parameters(recurse=False)):
-        whole: torch.Tensor = linear.get_parameter(each)
-        kept = made.slice_of(each)
-        if kept is not None:
-            whole = taken(whole, kept.part(made.tensor_group.size, rank))
-        made._parameters[each] = nn.Parameter(
-            whole.detach(), requires_grad=linear.get_parameter(each).requires_grad
-        )

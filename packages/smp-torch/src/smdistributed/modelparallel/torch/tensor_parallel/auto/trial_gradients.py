@@ -28,7 +28,12 @@ def sources_of(module: nn.Module, plan: Plan, arguments: Any) -> list[torch.Tens
     """
     if not torch.is_grad_enabled():
         return []
-    split = [f"{name}." for name in (*plan.columns, *plan.rows, *plan.attentions) if name]
+    whole = dict(plan.partly)
+    split = [
+        f"{name}."
+        for name in (*plan.columns, *plan.rows, *plan.attentions)
+        if name and name not in whole
+    ]
     found: list[torch.Tensor] = [
         each
         for name, each in module.named_parameters()

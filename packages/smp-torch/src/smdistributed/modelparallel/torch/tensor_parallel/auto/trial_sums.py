@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from smdistributed.modelparallel.torch.tensor_parallel.group import TensorGroup
-
 
 class PausedError(BaseException):
     """Leaves a call at a sum; nothing that code catches."""
@@ -28,7 +26,7 @@ class TrialSums:
         """Takes note that the slices of another rank begin."""
         self._place = 0
 
-    def add_up(self, group: TensorGroup, share: torch.Tensor) -> torch.Tensor:
+    def add_up(self, share: torch.Tensor) -> torch.Tensor:
         """Returns the sum of the shares of all ranks; see ``Gate``.
 
         Raises:

@@ -27,8 +27,8 @@ from smdistributed.modelparallel.common.errors import UnsupportedError
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
 from smdistributed.modelparallel.torch.tensor_parallel.auto.outputs import RefutedError
-from smdistributed.modelparallel.torch.tensor_parallel.auto.proof import tried
 from smdistributed.modelparallel.torch.tensor_parallel.auto.template import copied_with
+from smdistributed.modelparallel.torch.tensor_parallel.auto.trial_slices import tried
 from smdistributed.modelparallel.torch.tensor_parallel.experts.routed import Routed, routed
 from smdistributed.modelparallel.torch.tensor_parallel.experts.rows import (
     Dispatch,
@@ -321,7 +321,7 @@ def _forms(module: nn.Module) -> Iterator[_Form]:
 
 
 def _result_of(module: nn.Module, arguments: object) -> torch.Tensor:
-    result, dropped = tried(module, arguments)
+    result, dropped, _ = tried(module, arguments)
     if dropped:
         raise RefutedError("it draws random numbers for its tokens")
     if len(result.leaves) != 1 or not isinstance(result.leaves[0], torch.Tensor):
