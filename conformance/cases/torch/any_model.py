@@ -29,24 +29,24 @@ def _model() -> Any:
             return self.out(seen.transpose(1, 2).flatten(2))
 
     class FeedForward(nn.Module):
-        def __init__(self, *, normed: bool) -> None:
+        def __init__(self, between: nn.Module) -> None:
             super().__init__()
             self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-            self.norm = nn.LayerNorm(8) if normed else nn.GELU()
+            self.between = between
 
         def forward(self, x: Any) -> Any:
-            return self.down(self.norm(self.up(x)))
+            return self.down(self.between(self.up(x)))
 
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.fused, self.feed_forward = Fused(), FeedForward(normed=False)
+            self.fused, self.feed_forward = Fused(), FeedForward(nn.GELU())
             self.torchs = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
-            self.normed = FeedForward(normed=True)
+            self.ranked = FeedForward(nn.Softmax(-1))  # over all channels
 
         def forward(self, x: Any) -> Any:
             x = x + self.feed_forward(x + self.fused(x))
-            return self.normed(x + self.torchs(x, x, x, need_weights=False)[0])
+            return self.ranked(x + self.torchs(x, x, x, need_weights=False)[0])
 
     return Model()
 
@@ -62,7 +62,7 @@ def blocks_of_any_model_are_split(adapter: Any) -> None:
         module = _model()
     with log_of() as log:
         model = smp.DistributedModel(module)
-    assert "normed is no group for tensor parallelism" in log.getvalue()
+    assert "ranked is no group for tensor parallelism" in log.getvalue()
     torch.manual_seed(10)
     whole = _model().to(adapter.device)
     optimizer = smp.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
