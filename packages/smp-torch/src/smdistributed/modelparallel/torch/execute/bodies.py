@@ -21,7 +21,7 @@ from smdistributed.modelparallel.torch.compat.private.modes import (
 from smdistributed.modelparallel.torch.compat.private.tensors import version_of
 from smdistributed.modelparallel.torch.execute.taping import Draws, not_counted
 from smdistributed.modelparallel.torch.state.snapshot import Snapshot
-from smdistributed.modelparallel.torch.tape.answers import answers, are_answers
+from smdistributed.modelparallel.torch.tape.answers import is_answered
 from smdistributed.modelparallel.torch.tape.recording import Recording
 from smdistributed.modelparallel.torch.tape.tape import Made, Tape
 from smdistributed.modelparallel.torch.tensors.nested import map_tensors, tensors_in
@@ -195,8 +195,7 @@ class TakenDown:
     def _alike(self, given: Sequence[torch.Tensor]) -> BodyTape | None:
         """Returns what was taken down of a microbatch that is taken to do what this one does."""
         for each in dict.fromkeys(self.tapes) if self._are_alike else ():
-            found = answers(each.tape, given, self._random, self._devices)
-            if are_answers(each.tape, found):
+            if is_answered(each.tape, given, self._random, self._devices):
                 return each
         return None
 

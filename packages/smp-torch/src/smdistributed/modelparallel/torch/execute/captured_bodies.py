@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -247,8 +247,7 @@ class ConfirmedBodies:
     """Bodies of one mini-batch whose Python confirms what was captured; see ``Bodies``.
 
     Args:
-        captured: the bodies.
-        answered: what each is answered that it asks ahead.
+        captured: the bodies; what they ask ahead is answered as it was.
         device: where they compute.
         devices: the types of those that autocast may be on for.
         random: of the step.
@@ -263,7 +262,6 @@ class ConfirmedBodies:
     def __init__(
         self,
         captured: CapturedBodies,
-        answered: Sequence[Mapping[int, bool]],
         device: torch.device,
         devices: tuple[str, ...],
         random: StepDraws,
@@ -279,7 +277,6 @@ class ConfirmedBodies:
         self._others = others
         self._begin_pass = begin_pass
         self._next = 0
-        self._answered = answered
         self.is_off = False
         captured.other_way = ""
         if course is not None:
@@ -289,11 +286,11 @@ class ConfirmedBodies:
         """See ``Bodies``."""
         if self.is_off:
             return body(call)
-        captured, answered = self._captured.bodies[self._next], self._answered[self._next]
+        captured = self._captured.bodies[self._next]
         self._next += 1
         is_confirmed = False
         try:
-            is_confirmed, result = self._confirmed(captured, answered, call, body)
+            is_confirmed, result = self._confirmed(captured, call, body)
         finally:
             if not is_confirmed:
                 self.is_off = True
@@ -304,9 +301,7 @@ class ConfirmedBodies:
         with slices_as_they_are():
             return self._launched(captured, Arguments(call).tensors, result)
 
-    def _confirmed(
-        self, captured: CapturedBody, answered: Mapping[int, bool], call: Call, body: Body
-    ) -> tuple[bool, Any]:
+    def _confirmed(self, captured: CapturedBody, call: Call, body: Body) -> tuple[bool, Any]:
         """Runs the Python of a body.
 
         Returns:
@@ -323,7 +318,6 @@ class ConfirmedBodies:
             lambda: [each.detach() for each in arguments.tensors],
             # Those with other shards are heard of when they are needed, or at the end.
             self._others,
-            answers=answered,
             known_hooks=saved_tensors_hooks(),
             computing=slices_as_they_are,
         )

@@ -6,7 +6,7 @@ Ranks that exchange within a pass, those of a sharding or a tensor-parallel grou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Literal
 
 from smdistributed.modelparallel.torch.execute.bodies import (
@@ -29,7 +29,7 @@ from smdistributed.modelparallel.torch.random.keys import CapturedDraws
 from smdistributed.modelparallel.torch.runtime.runtime import TorchRuntime
 from smdistributed.modelparallel.torch.sharding.home import is_sharded
 from smdistributed.modelparallel.torch.stepping.captures import Captures, Due, Kind, graphs_for
-from smdistributed.modelparallel.torch.tape.answers import answers, are_answers
+from smdistributed.modelparallel.torch.tape.answers import is_answered
 from smdistributed.modelparallel.torch.tape.tape import Tape
 
 _Kind = Kind[list[BodyTape], CapturedBodies]
@@ -101,7 +101,7 @@ class BodyCaptures:
         runtime = self._runtime
         given = [each for call in calls for each in Arguments(call).tensors]
         kinds = self._kinds_of(_looks(calls, weights, models), models)
-        kind, answered = self._answered(kinds, calls)
+        kind = self._kind(kinds, calls)
         here = [each for model in models for _, each in model.local_named_parameters()]
         whole = [each for each in here if not is_sharded(each)]
         shards = [
@@ -151,7 +151,6 @@ class BodyCaptures:
         if replay is not None:
             return ConfirmedBodies(
                 replay,
-                answered,
                 runtime.device,
                 self._devices,
                 runtime.random,
@@ -187,28 +186,25 @@ class BodyCaptures:
                 weakref.finalize(model, _forget, weakref.ref(self), looks).atexit = False
         return kinds
 
-    def _answered(
-        self, kinds: list[_Kind], calls: Sequence[Call]
-    ) -> tuple[_Kind, list[Mapping[int, bool]]]:
-        """Returns the kind of a mini-batch, and what it answers each body that asks ahead."""
+    def _kind(self, kinds: list[_Kind], calls: Sequence[Call]) -> _Kind:
+        """Returns the kind of a mini-batch, by what it answers those that ask ahead."""
         new = None
         for kind in kinds:
             tapes = _tapes_of(kind)
             if len(tapes) < len(calls):
                 new = new or kind
                 continue
-            pairs = list(zip(tapes, calls, strict=True))
-            found = [
-                answers(tape, Arguments(call).tensors, self._runtime.random, self._devices)
-                for tape, call in pairs
-            ]
-            if all(map(are_answers, tapes, found)):
-                return kind, found
+            random, devices = self._runtime.random, self._devices
+            if all(
+                is_answered(tape, Arguments(call).tensors, random, devices)
+                for tape, call in zip(tapes, calls, strict=True)
+            ):
+                return kind
         if new is None:
             is_full = len(kinds) >= _MOST_ANSWERED
             why_not = "what its Python asks is answered in too many ways" if is_full else ""
             kinds.append(new := Kind(why_not=why_not))
-        return new, []
+        return new
 
     def forget(self, looks: Hashable) -> None:
         """Lets go of mini-batches that look so."""

@@ -7,7 +7,7 @@ its first pass, so that nobody waits for the device in between.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,23 +17,19 @@ from smdistributed.modelparallel.torch.tape.tape import Call, Earlier, Made, Own
 logger = logging.getLogger(__name__)
 
 
-def answers(
+def is_answered(
     tape: Tape, given: Sequence[torch.Tensor], random: Keyed, devices: tuple[str, ...]
-) -> Mapping[int, bool]:
-    """Returns what the questions of a tape are answered for other tensors, by their positions.
+) -> bool:
+    """Whether the questions of a tape have the same answers for other tensors.
 
     Args:
         tape: of the pass.
         given: the tensors that the pass will be given, which look like those of the tape.
         random: of the step.
         devices: the types of those that autocast may be on for.
-
-    Returns:
-        the answers; one is not there if finding it failed, as it then will where it is asked for.
     """
-    found: dict[int, bool] = {}
     if not tape.ahead:
-        return found
+        return True
     made = dict(enumerate(given))
 
     def value(reference: Made | Earlier | Own) -> torch.Tensor:
@@ -45,27 +41,14 @@ def answers(
             for position in sorted(tape.ahead):
                 call = tape.events[position]
                 assert isinstance(call, Call)
-                if call.is_asked_ahead:
-                    running.hold(call.settings)
-                    args, kwargs = filled((call.args, call.kwargs), value)
-                    found[position] = call.function(*args, **kwargs)
-                else:
+                if not call.is_asked_ahead:
                     take(call.result, running.go(call, value), made)
-    except Exception:
+                    continue
+                running.hold(call.settings)
+                args, kwargs = filled((call.args, call.kwargs), value)
+                if call.function(*args, **kwargs) is not call.result:
+                    return False
+    except Exception:  # which Python meets itself, if it comes to ask that
         logger.debug("what Python will ask cannot be found ahead", exc_info=True)
-    return found
-
-
-def are_answers(tape: Tape, found: Mapping[int, bool]) -> bool:
-    """Whether answers are those for which a tape says what is done.
-
-    Args:
-        tape: of the pass.
-        found: the answers, see ``answers``.
-    """
-    asked = ((position, tape.events[position]) for position in tape.ahead)
-    return all(
-        found.get(position) is call.result
-        for position, call in asked
-        if isinstance(call, Call) and call.is_asked_ahead
-    )
+        return False
+    return True

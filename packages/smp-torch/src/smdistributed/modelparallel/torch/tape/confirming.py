@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -87,14 +87,13 @@ class Confirming(TorchFunctionMode):
     """Answers the calls of a pass from its tape, as long as they are those of the tape.
 
     Args:
-        promised: the tape.
+        promised: the tape; what is asked ahead is answered as there.
         device: where the pass is computed.
         devices: the types of those that autocast may be on for.
         random: of the step.
         give: gives the tensors that the pass is given, when they are needed.
         others: the ranks that compute the pass with this one.
         is_as_written: compiled modules run as they are written.
-        answers: what is asked ahead is answered in this pass, by the positions of questions.
         known_hooks: hooks of saved tensors that are around every pass.
         computing: a context for what is computed from the tape, where Python leaves it.
 
@@ -114,7 +113,6 @@ class Confirming(TorchFunctionMode):
         others: Others,
         *,
         is_as_written: bool = False,
-        answers: Mapping[int, bool] | None = None,
         known_hooks: Any = None,
         computing: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
@@ -131,7 +129,6 @@ class Confirming(TorchFunctionMode):
         self._give = give
         self._others = others
         self._computing = computing
-        self._answers = answers or {}
         #: What is done with tensors of the pass, once there are any: before which event, and with
         #: which of them.
         self._later: deque[tuple[int, int, Callable[[torch.Tensor], None]]] = deque()
@@ -205,11 +202,7 @@ class Confirming(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         event = self._expected(func, args, kwargs)
-        if (
-            event is None
-            or (event.is_asked_again and not self._is_answered_alike(event))
-            or (event.is_asked_ahead and self._answers.get(self._at) is not event.result)
-        ):
+        if event is None or (event.is_asked_again and not self._is_answered_alike(event)):
             return self._other(func, args, kwargs or {})
         self._at += 1
         return event.result if event.is_fixed else filled(event.result, self._own)

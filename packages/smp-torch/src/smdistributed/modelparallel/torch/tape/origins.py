@@ -41,6 +41,9 @@ class Origins:
     Args:
         device_type: where the pass is computed; a tensor from outside that is elsewhere is compared
             in every pass.
+
+    Attributes:
+        is_given_written: memory was written to that is given to the pass.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -52,12 +55,16 @@ class Origins:
         #: Memory that was written to, and whether by constant calls alone: of what sees it by
         #: ``x.data`` and such, the others have no new version.
         self._written = MemoryNotes[bool]()
+        #: Where what is given is: other libraries see its memory by tensors of their own.
+        self._given: list[range] = []
+        self.is_given_written = False
 
     def note_given(self, tensors: _Numbered) -> None:
         """Takes note of tensors that are there before the pass begins."""
         for number, each in tensors:
-            if number is not None:
+            if number is not None and _is_strided(each):
                 self._ahead[number] = version_of(each), frozenset()
+                self._given.append(_addresses(each))
 
     def of(self, tensors: _Numbered) -> Origin:
         """Returns what tensors are made from, together."""
@@ -88,6 +95,7 @@ class Origins:
             for each in filter(_is_strided, written):
                 before = self._written.get(storage_of(each))
                 self._written[each] = origin.is_constant and before is not False
+                self.is_given_written |= self._lies_in_given(each)
             if origin.is_constant:
                 for number, each in (*given, *made):
                     if number is not None:
@@ -97,6 +105,10 @@ class Origins:
                     if number is not None:
                         calls = origin.calls | {position}
                         self._ahead.setdefault(number, (version_of(each), calls))
+
+    def _lies_in_given(self, tensor: torch.Tensor) -> bool:
+        own = _addresses(tensor) if self._given else range(0)
+        return any(own.start < each.stop and each.start < own.stop for each in self._given)
 
     def _is_constant(self, number: int | None, tensor: torch.Tensor) -> bool:
         if number is None:
@@ -119,3 +131,9 @@ class Origins:
 
 def _is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
+
+
+def _addresses(tensor: torch.Tensor) -> range:
+    """Returns where the memory of a tensor is, all of it."""
+    memory = tensor.untyped_storage()
+    return range(memory.data_ptr(), memory.data_ptr() + memory.nbytes())

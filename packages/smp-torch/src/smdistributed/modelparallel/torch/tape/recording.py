@@ -197,6 +197,9 @@ class Recording(TorchFunctionMode):
 
     def _end(self, results: Sequence[torch.Tensor]) -> None:
         self.tape.results = self._template(tuple(results))
+        if self.tape.ahead and self._origins.is_given_written:
+            # By another tensor with its memory: for the next pass it would have other answers.
+            self.tape.refuse("it writes to what it asks about")
         if self.tape.refusal:
             # Of what came after the reason nothing is known, graphs of autograd say.
             self.tape = Tape(refusal=self.tape.refusal)
