@@ -7,7 +7,7 @@ results and gradients are compared with those of one process.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import context_cases
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import UnsupportedError
+from smdistributed.modelparallel.common.errors import SMPError, UnsupportedError
 
 #: (model, tokens, labels, mask) -> what the step returns, with its loss
 Body = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], dict[str, Any]]
@@ -314,19 +314,28 @@ def names() -> list[str]:
     return [*BETWEEN, *BODIES]
 
 
-def verdicts(chosen: list[str], microbatches: int = 2) -> dict[str, str]:
-    """Returns for each script whether it was exact, wrong, or refused by name."""
+def verdicts_of(
+    chosen: Sequence[str],
+    difference: Callable[[str], float],
+    refusal: type[SMPError],
+    remedies: Sequence[str],
+) -> dict[str, str]:
+    """Returns for each script whether it was exact, wrong, or refused by name.
+
+    Args:
+        chosen: the names of scripts.
+        difference: runs one, and returns by how much it differs from one process.
+        refusal: the error of what is refused.
+        remedies: words of which such an error has one.
+    """
     torch.set_default_dtype(torch.float64)
     found = {}
     try:
         for name in chosen:
             try:
-                worst = _difference(name, microbatches)
-            except UnsupportedError as error:
-                is_clear = any(
-                    word in str(error)
-                    for word in ("set ", "Use ", "put ", "Put ", "Do it", "return")
-                )
+                worst = difference(name)
+            except refusal as error:
+                is_clear = any(word in str(error) for word in remedies)
                 found[name] = "refused" if is_clear else f"unclear: {error}"
             except Exception as error:
                 found[name] = f"unclear: {type(error).__name__}: {error}"
@@ -335,6 +344,13 @@ def verdicts(chosen: list[str], microbatches: int = 2) -> dict[str, str]:
     finally:
         torch.set_default_dtype(torch.float32)
     return found
+
+
+def verdicts(chosen: list[str], microbatches: int = 2) -> dict[str, str]:
+    """Returns for each script whether it was exact, wrong, or refused by name."""
+    remedies = ("set ", "Use ", "put ", "Put ", "Do it", "return")
+    difference = functools.partial(_difference, microbatches=microbatches)
+    return verdicts_of(chosen, difference, UnsupportedError, remedies)
 
 
 def _difference(name: str, microbatches: int) -> float:

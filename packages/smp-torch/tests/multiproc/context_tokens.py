@@ -13,7 +13,7 @@ from typing import Any
 import context_cases
 import torch
 from context_cases import VOCABULARY
-from context_scripts import Between, Blocks
+from context_scripts import Between, Blocks, verdicts_of
 from torch import nn
 from torch.nn import functional
 
@@ -341,22 +341,12 @@ def scripts() -> dict[str, Script]:
 
 def verdicts(chosen: list[str], microbatches: int = 2) -> dict[str, str]:
     """Returns for each script whether it was exact, wrong, or refused by name."""
-    torch.set_default_dtype(torch.float64)
-    found, every = {}, scripts()
-    try:
-        for name in chosen:
-            try:
-                worst = max(_differences_of(every[name], microbatches))
-            except SMPError as error:
-                is_clear = any(word in str(error) for word in ("set ", "Use ", "put ", "pad "))
-                found[name] = "refused" if is_clear else f"unclear: {error}"
-            except Exception as error:
-                found[name] = f"unclear: {type(error).__name__}: {error}"
-            else:
-                found[name] = "exact" if worst < 1e-12 else f"wrong by {worst}"
-    finally:
-        torch.set_default_dtype(torch.float32)
-    return found
+    every = scripts()
+
+    def difference(name: str) -> float:
+        return max(_differences_of(every[name], microbatches))
+
+    return verdicts_of(chosen, difference, SMPError, ("set ", "Use ", "put ", "pad "))
 
 
 def _differences_of(script: Script, microbatches: int) -> Iterator[float]:

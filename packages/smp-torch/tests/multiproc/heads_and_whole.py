@@ -11,14 +11,20 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import graph_cases
 import torch
-from one_module_blocks import VOCAB, RootMeanSquare, difference, in_double_precision, trained
+from one_module_blocks import (
+    VOCAB,
+    RootMeanSquare,
+    check_captured,
+    difference,
+    in_double_precision,
+    outcomes_of,
+    trained,
+)
 from torch import nn
 from torch.nn import functional as F
 
 import smdistributed.modelparallel.torch as smp
-from smdistributed.modelparallel.common.errors import SMPError
 
 WIDTH, HEADS, INNER = 32, 8, 24
 
@@ -255,16 +261,9 @@ def sample(number: int, seed: int) -> list[Member]:
     ][:number]
 
 
-@in_double_precision()
-def outcomes(chosen: list[Member], size: int, *, is_split: bool) -> list[dict[str, Any]]:
+def outcomes(chosen: list[Member], size: int, is_split: bool) -> list[dict[str, Any]]:
     """Returns what becomes of each, or why it is refused."""
-    found = []
-    for member in chosen:
-        try:
-            found.append(trained(functools.partial(Model, member), size, is_split=is_split))
-        except SMPError as error:
-            found.append({"refused": str(error)})
-    return found
+    return outcomes_of(Model, chosen, size, is_split=is_split)
 
 
 @in_double_precision()
@@ -282,12 +281,7 @@ def checkpointed(member: Member) -> None:
 @in_double_precision()
 def captured(member: Member) -> None:
     """Passes that are captured give the numbers of those that are not."""
-    make = functools.partial(Model, (*member[:5], "none", member[6]))
-    want = trained(make, 2, is_split=True, rounds=5)
-    with graph_cases.captured() as (begun, reasons):
-        got = trained(make, 2, is_split=True, rounds=5, cuda_graphs=True)
-    assert not difference(got, want)
-    assert begun, reasons.found
+    check_captured(functools.partial(Model, (*member[:5], "none", member[6])))
 
 
 @in_double_precision()

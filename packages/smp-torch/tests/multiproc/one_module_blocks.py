@@ -11,7 +11,7 @@ import functools
 import gc
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import graph_cases
@@ -285,15 +285,22 @@ def difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 @in_double_precision()
-def outcomes(chosen: list[Member], size: int, *, is_split: bool) -> list[dict[str, Any]]:
-    """Returns what becomes of each, or why it is refused."""
+def outcomes_of(
+    make: Callable[[Any], nn.Module], chosen: Sequence[Any], size: int, *, is_split: bool
+) -> list[dict[str, Any]]:
+    """Returns what becomes of the model of each member, or why it is refused."""
     found = []
     for member in chosen:
         try:
-            found.append(trained(functools.partial(Model, member), size, is_split=is_split))
+            found.append(trained(functools.partial(make, member), size, is_split=is_split))
         except SMPError as error:
             found.append({"refused": str(error)})
     return found
+
+
+def outcomes(chosen: list[Member], size: int, is_split: bool) -> list[dict[str, Any]]:
+    """Returns what becomes of each, or why it is refused."""
+    return outcomes_of(Model, chosen, size, is_split=is_split)
 
 
 @in_double_precision()
@@ -320,7 +327,11 @@ def compiled(member: Member) -> None:
 @in_double_precision()
 def captured(member: Member) -> None:
     """Passes that are captured give the numbers of those that are not."""
-    make = functools.partial(Model, (*member[:4], "none", *member[5:]))
+    check_captured(functools.partial(Model, (*member[:4], "none", *member[5:])))
+
+
+def check_captured(make: Callable[[], nn.Module]) -> None:
+    """Checks that passes of a model that are captured give the numbers of those that are not."""
     want = trained(make, 2, is_split=True, rounds=5)
     with graph_cases.captured() as (begun, reasons):
         got = trained(make, 2, is_split=True, rounds=5, cuda_graphs=True)

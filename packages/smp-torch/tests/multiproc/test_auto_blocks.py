@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import one_module_blocks
@@ -25,11 +26,13 @@ CHOSEN: list[Member] = [
 ]
 
 
-def outcomes(chosen: list[Member], size: int, is_split: bool) -> list[dict[str, Any]]:
-    return one_module_blocks.outcomes(chosen, size, is_split=is_split)
-
-
-def verdicts(worlds: Worlds, chosen: list[Member], world: str, size: int) -> list[str]:
+def verdicts(
+    worlds: Worlds,
+    chosen: Sequence[Any],
+    world: str,
+    size: int,
+    outcomes: Callable[..., list[dict[str, Any]]] = one_module_blocks.outcomes,
+) -> list[str]:
     """Returns of each whether it is exact, and in how many groups it is split, or refused."""
     one = world_of(1, {"microbatches": MICROBATCHES * size, "ddp": True})
     (wanted,) = run(worlds, one, outcomes, chosen, size, False, timeout=600)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import heads_and_whole
-import one_module_blocks
 import pytest
 from heads_and_whole import Member
-from one_module_blocks import MICROBATCHES
+from test_auto_blocks import verdicts
 from test_tensor_parallel import WORLDS
-from world import quick, run, world_of
+from world import quick, run
 
 from smdistributed.modelparallel.common.testing import Worlds
 
@@ -27,32 +25,13 @@ CHOSEN: list[Member] = [
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(600)]
 
 
-def outcomes(chosen: list[Member], size: int, is_split: bool) -> list[dict[str, Any]]:
-    return heads_and_whole.outcomes(chosen, size, is_split=is_split)
-
-
-def verdicts(worlds: Worlds, chosen: list[Member], world: str, size: int) -> list[str]:
-    """Returns of each whether it is exact, and in how many groups it is split, or refused."""
-    one = world_of(1, {"microbatches": MICROBATCHES * size, "ddp": True})
-    (wanted,) = run(worlds, one, outcomes, chosen, size, False, timeout=600)
-    found, *_ = run(worlds, WORLDS[world], outcomes, chosen, size, True, timeout=600)
-    return [_verdict(*each) for each in zip(found, wanted, strict=True)]
-
-
-def _verdict(found: dict[str, Any], wanted: dict[str, Any]) -> str:
-    if "refused" in found:
-        return f"refused: {found['refused']}"
-    wrong = one_module_blocks.difference(found, wanted)
-    return f"wrong: {wrong}" if wrong else f"exact: {', '.join(found['groups'])}"
-
-
 @pytest.mark.parametrize(
     "world", ["tp2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("tp4", "pp2-tp2"))]
 )
 def test_heads_that_meet_what_is_whole_give_the_numbers_of_one_process(
     worlds: Worlds, world: str
 ) -> None:
-    found = verdicts(worlds, CHOSEN, world, 4 if world == "tp4" else 2)
+    found = verdicts(worlds, CHOSEN, world, 4 if world == "tp4" else 2, heads_and_whole.outcomes)
     wanted = [
         "blocks.0, blocks.1"
         if member[2] == "one module"
@@ -65,7 +44,8 @@ def test_heads_that_meet_what_is_whole_give_the_numbers_of_one_process(
 @pytest.mark.slow
 @pytest.mark.parametrize("world", ["tp2", "tp4", "pp2-tp2"])
 def test_sampled_heads_are_never_wrong(worlds: Worlds, world: str) -> None:
-    found = verdicts(worlds, heads_and_whole.sample(60, 1), world, 4 if world == "tp4" else 2)
+    chosen, size = heads_and_whole.sample(60, 1), 4 if world == "tp4" else 2
+    found = verdicts(worlds, chosen, world, size, heads_and_whole.outcomes)
     assert all(each.startswith("exact") for each in found), found
 
 
